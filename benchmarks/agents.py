@@ -46,8 +46,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
 from grpo_orch.policies.model.spec import Dataset, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.sessions import SESSIONS
-from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.policies.serving.wire import CHAT, SESSIONS
 from grpo_orch.tasks.machine.children import end_descendants
 
 SESSIONS_AT_ONCE, TURNS = 64, 8

@@ -20,8 +20,7 @@ from grpo_orch.checkpoint.store.document import Document
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
-from grpo_orch.policies.serving.sessions import Branch
-from grpo_orch.policies.serving.wire import Completion, CompletionRequest
+from grpo_orch.policies.serving.wire import Branch, Completion, CompletionRequest
 
 SCHEMA = 1
 # The number of the first evaluation call. Evaluations must not shift the seeds and numbers of training calls, also

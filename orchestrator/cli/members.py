@@ -15,11 +15,11 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
-from grpo_orch.orchestrator.gateway.surface.describe import describe
 from grpo_orch.orchestrator.home import known_token
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, duration
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import machine_of
+from grpo_orch.policies.serving.gateway_status import describe
 
 TIMEOUT_S = 5.0  # short, because a person waits
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
 from grpo_orch.policies.model.spec import processes_in
-from grpo_orch.policies.serving.sessions import TURNS_MAX
+from grpo_orch.policies.serving.wire import TURNS_MAX
 
 
 class AlreadyReported(Exception):

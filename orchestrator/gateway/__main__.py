@@ -61,19 +61,10 @@ GC_OBJECTS = 100_000  # allocations between garbage collections
 def listen(host: str, port: int | None) -> socket.socket:
     """Return a listening socket on `port` if that is free, else on any free port. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    for candidate in [port, 0] if port else [0]:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, candidate))
-            sock.listen(BACKLOG)
-        except OSError:
-            sock.close()
-            if candidate == 0:
-                raise
-        else:
-            return sock
-    raise AssertionError("the loop returns or raises")
+    if port:
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def former_port(store: Store, host: str) -> int | None:

@@ -7,7 +7,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,11 +37,9 @@ class Job:
             full.
         prompt_size: bytes of memory that the prompt takes while the job waits; None: that of its token list.
         keep_text: also keep `text`, `tokens` and `top_logprobs`, at several times the CPU time per event.
-        on_progress: called on the event loop after each event that brought tokens or text; must be quick.
 
     Starting over empties the output, which then grows again. With a seed it becomes the same again on nodes that
-    compute the same last bits. If it differs, the output already streamed to the client stays valid: the job
-    restores it and continues from there.
+    compute the same last bits.
     """
 
     body: dict[str, Any]
@@ -53,7 +51,6 @@ class Job:
     is_admitted: bool = False
     prompt_size: int | None = None
     keep_text: bool = False
-    on_progress: Callable[[], None] | None = None
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of each token
@@ -62,16 +59,13 @@ class Job:
     top_logprobs: list[dict[str, float]] = field(default_factory=list)  # of each token, if requested
     prompt_token_ids: Sequence[int] | None = None  # of a text prompt: known from the first event on
     is_waiting: bool = False  # for a place on a member
-    handovers: int = 0
     handed_over: list[Handover] = field(default_factory=list)  # from nodes that had made some of the tokens
     discarded: int = 0  # tokens that arrived and were thrown away
     saved: int = 0  # tokens that arrived and were kept when their node was lost
     last_failure: str = ""
     first_token_at_s: float | None = None  # on the event loop's clock
     refused_by: frozenset[str] = frozenset()  # nodes that do not accept the request
-    streamed_tokens: int = 0  # tokens that the client has received
     rebalances: int = 0  # times it was moved to balance the load
-    _before_restart: PartialOutput | None = None  # until the streamed tokens have arrived again
     _is_continuable: bool | None = None
 
     @property
@@ -91,55 +85,9 @@ class Job:
             and (not self.keep_text or self._ends_on_whole_character())
         )
 
-    @property
-    def is_catching_up(self) -> bool:
-        """Whether the job started over and has not yet reached the end of the streamed tokens."""
-        return self._before_restart is not None
-
-    def whole_character_tokens(self) -> int:
-        """With `keep_text`, count the tokens up to the last one that ends with a whole character."""
-        count = len(self.tokens)
-        while count and (not self.tokens[count - 1] or self.tokens[count - 1].endswith(_INCOMPLETE_CHARACTER)):
-            count -= 1
-        return count
-
-    def matches_streamed(self) -> bool:
-        """Return whether the tokens that arrived after a restart are those streamed to the client before."""
-        if self._before_restart is None:
-            return True
-        compared = min(len(self.token_ids), self.streamed_tokens)
-        if self.token_ids[:compared] != self._before_restart.token_ids[:compared]:
-            return False
-        if compared == self.streamed_tokens:
-            self._before_restart = None
-        return True
-
-    def restore_streamed(self) -> int:
-        """Restore the output from before the restart, after a node made different tokens.
-
-        From then on the job continues from that output, on whichever node. Returns the number of tokens lost.
-        Raises CannotContinue.
-        """
-        before, lost = self._before_restart, len(self.token_ids)
-        assert before is not None
-        nearly = self.recovery == "continue" and recovery.can_nearly_continue(self.body)
-        count = before.whole_character_tokens
-        if not nearly or self.prompt_token_ids is None or count < self.streamed_tokens:
-            raise CannotContinue
-        self.token_ids, self.logprobs = before.token_ids[:count], before.logprobs[:count]
-        self.tokens, self.top_logprobs = before.tokens[:count], before.top_logprobs[:count]
-        # vLLM holds back text that may be the beginning of a stop string.
-        text = "".join(self.tokens)
-        self.text = text if text.startswith(before.text) else before.text
-        self._before_restart, self._is_continuable = None, True
-        return lost - len(self.token_ids)
-
     def start_over(self) -> int:
         """Drop the output. Returns the number of tokens lost."""
         lost = len(self.token_ids)
-        if self.streamed_tokens and self._before_restart is None:
-            output = self.token_ids, self.logprobs, self.tokens, self.top_logprobs
-            self._before_restart = PartialOutput(*output, self.text, self.whole_character_tokens())
         self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
         self.text = ""
         self.handed_over = [replace(handover, tokens=0) for handover in self.handed_over]
@@ -164,32 +112,33 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialOutput:
-    """The output of a job before it started over; `whole_character_tokens` as Job's method counts them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]
-    text: str
-    whole_character_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
-    """A whole completion."""
+    """A whole completion: how its job ended.
 
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str  # vLLM's: stop, length, ...
-    stop_reason: int | str | None  # the stop token or string that ended it
-    text: str | None  # with keep_text
-    prompt_token_ids: Sequence[int] | None
-    policy: str  # the label of the version that made every token
-    node: str  # that finished it
-    handovers: int
-    first_token_s: float  # after the job was submitted
-    took_s: float
+    Args:
+        finish_reason: vLLM's: stop, length, ...
+        stop_reason: the stop token or string that ended it.
+        node: that finished it.
+        first_token_s: after the job was submitted.
+        took_s: from there to the end.
+    """
+
+    job: Job
+    finish_reason: str
+    stop_reason: int | str | None
+    node: str
+    first_token_s: float = 0.0
+    took_s: float = 0.0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The completion's tokens."""
+        return self.job.token_ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log-probability of each token."""
+        return self.job.logprobs
 
 
 class RequestRefused(Exception):
@@ -209,14 +158,6 @@ class RequestRefused(Exception):
 
 class WeightsRefused(RequestRefused):
     """A node computes NaN with these weights. Every node would, for any request."""
-
-
-class OutputDiverged(Exception):
-    """A node made other tokens than were streamed: its last bits differ from those of the node before it."""
-
-
-class CannotContinue(Exception):
-    """The streamed tokens cannot be made again, and the parameters do not allow continuing from them."""
 
 
 class QueueFull(Exception):

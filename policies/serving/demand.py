@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import PolicyRef, labelled_version
 
 # Open requests of an older policy for each engine that keeps it while others could load a newer one. Together they

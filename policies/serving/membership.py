@@ -1,7 +1,8 @@
 """The gateway's table of members: which may serve which policy version, and which gets the next request.
 
 Every change describes itself and lists the terms that it ended; the caller moves the requests of those terms to
-other members. The table holds no connections and reads no clock: `now_s` is from any monotonic clock.
+other members. Methods return None where nothing has changed. The table holds no connections and reads no clock:
+`now_s` is from any monotonic clock.
 
 A boot is one lifetime of a node's server process. When a node announces a new boot, everything known of the old
 one is void, and a boot that was voided or has left never returns. A term is one uninterrupted membership of one
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, KV_FULL, Change, Load, Member
-from grpo_orch.policies.serving.wire import SILENT_S, Announce
+from grpo_orch.policies.serving.joining import Stage
+from grpo_orch.policies.serving.wire import SILENT_S, Announce, EngineStats
 
 # Requests of one prompt go to the member that has the prompt cached, until it has this many such requests more
 # than the least loaded member. Up to there a larger batch hardly increases a server's time per token.
@@ -26,6 +28,103 @@ GROUPS_MAX = 100_000  # remembered; then all are forgotten, which costs each at 
 RETRY_REQUESTS = 1  # allowed at first for a member that failed as a whole
 # Nodes fail independently; a policy that no node can load is broken itself.
 ALL_UNFIT_NOTE = "; all other members are unfit too, so the policy is broken and not the nodes"
+
+# Slow start: a new member may be cold or broken, so it gets this many requests at first, and one more for each
+# that gets its first token. This doubles the limit with every round.
+EASE_IN_REQUESTS = 8
+# Tokens of requests that move are computed again as prompts, which stalls decoding on their new member. This limit
+# is two of vLLM's own steps of 8,192.
+REPLAY_TOKENS_MAX = 16_384
+KV_FULL = 0.9  # share of an engine's KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load that one request puts on its member.
+
+    Args:
+        group: shared by the requests of one prompt, or a session.
+        tokens: of its prompt and its expected completion.
+        replayed: tokens that another member had computed already; 0 for a new request.
+        is_turn: whether the group is a session and this is one of its turns.
+    """
+
+    group: Hashable
+    tokens: int = 1
+    replayed: int = 0
+    is_turn: bool = False
+
+
+@dataclass(slots=True)
+class Member:
+    """One member in one term. Only the table changes it; `gateway_status.MemberStatus` is its public form.
+
+    `is_suspected` is set by a failed request and cleared by the next announcement. `is_unresponsive` is
+    set when it does not answer the gateway and cleared when it does, whatever its agent announces. `is_stuck` is
+    set when it answers and makes no tokens, and cleared by a token or another policy.
+    """
+
+    term: int
+    node: str
+    boot_id: str
+    address: str
+    policy: str | None
+    max_requests: int
+    announced_at_s: float
+    target: str = ""  # the policy that it is to hold; empty before any is requested
+    is_suspected: bool = False
+    is_unresponsive: bool = False
+    is_stuck: bool = False
+    unfit: str = ""  # why its agent has stopped trying to load the wanted policy
+    running: int = 0
+    outstanding: int = 0  # tokens of the running requests
+    replaying: int = 0  # of these, tokens still to be computed again
+    allowed: int = EASE_IN_REQUESTS
+    kv_tokens: int = 0
+    engine: EngineStats | None = None  # the latest stats
+    join_s: dict[str, float] = field(default_factory=dict)
+    stage: Stage | None = None
+    engines: int = 1
+
+    @property
+    def free_slots(self) -> int:
+        """How many more requests it may get."""
+        return max(0, min(self.allowed, self.max_requests) - self.running)
+
+    @property
+    def keeps_session(self) -> bool:
+        """Whether it takes one more turn of a session that it has served.
+
+        Slow start does not apply: the member has proved itself to this session. A full engine has lost its cache.
+        """
+        is_full = self.engine is not None and self.engine.waiting > 0 and self.engine.kv_usage >= KV_FULL
+        return self.running < self.max_requests and not is_full
+
+    def has_room(self, load: Load) -> bool:
+        """Whether it has room for this load."""
+        if not self.free_slots:
+            return False
+        return not load.replayed or not self.replaying or self.replaying + load.replayed <= REPLAY_TOKENS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the table.
+
+    Args:
+        nodes: the affected members.
+        description: a description for people.
+        ended_terms: terms that ended.
+    """
+
+    nodes: tuple[str, ...]
+    description: str
+    ended_terms: tuple[int, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """The change in one line, as in a MembershipChange."""
+        return f"{', '.join(self.nodes)}: {self.description}"
 
 
 class Membership:
@@ -65,11 +164,11 @@ class Membership:
         """Whether that boot was replaced or has left, so that it can never be a member again."""
         return boot_id in self._void
 
-    def announce(self, node: str, announcement: Announce, now_s: float) -> Change:
+    def announce(self, node: str, announcement: Announce, now_s: float) -> Change | None:
         """Add a node, or update it from its announcement."""
         boot_id, policy = announcement.boot_id, announcement.policy
         if boot_id in self._void:
-            return Change((node,), f"rejected: boot {boot_id} is over", is_new=False)
+            return None
         is_leaving = announcement.draining and not self.is_draining(node)
         if is_leaving:
             self._draining.add(node)
@@ -85,9 +184,9 @@ class Membership:
                 return Change((node,), f"{holds}, {self._unfit_note(announcement.unfit)}")
             if before != policy:
                 return Change((node,), f"{holds}, before: {before or 'base weights'}")
-            return Change(
-                (node,), f"{holds}{', no longer suspected' if doubted else ''}", is_new=is_leaving or doubted
-            )
+            if not (is_leaving or doubted):
+                return None
+            return Change((node,), f"{holds}{', no longer suspected' if doubted else ''}")
         self._terms += 1
         self._rows[node] = Member(
             self._terms,
@@ -130,73 +229,65 @@ class Membership:
         are_all_unfit = len(self._rows) > 1 and all(row.unfit for row in self._rows.values())
         return f"unfit: {unfit}{ALL_UNFIT_NOTE if are_all_unfit else ''}"
 
-    def connection_lost(self, node: str, boot_id: str) -> Change:
+    def connection_lost(self, node: str, boot_id: str) -> Change | None:
         """Remove the boot whose announcing connection broke; it may announce itself again."""
-        return self._drop(node, boot_id, "lost its announcing connection")
+        return self._drop(self._in_boot(node, boot_id), "lost its announcing connection")
 
-    def leave(self, node: str, boot_id: str) -> Change:
+    def leave(self, node: str, boot_id: str) -> Change | None:
         """Remove a boot that has ended; it need not be a member."""
         self._void.add(boot_id)
-        return self._drop(node, boot_id, "left")
+        return self._drop(self._in_boot(node, boot_id), "left")
 
-    def remove(self, node: str) -> Change:
+    def remove(self, node: str) -> Change | None:
         """Remove a node, or all of a machine's, for good: these boots never return."""
         rows = self.on_machine(node)
-        if not rows:
-            return Change((node,), "not removed: it is no member", is_new=False)
-        for row in rows:
-            self._void.add(row.boot_id)
-            del self._rows[row.node]
-        return Change(tuple(row.node for row in rows), "removed", tuple(row.term for row in rows))
+        self._void |= {row.boot_id for row in rows}
+        return self._drop(rows, "removed")
 
-    def drain(self, node: str) -> Change:
+    def drain(self, node: str) -> Change | None:
         """Send no new requests to a node, or to a machine's nodes, in this boot or a later one."""
-        news = not self.is_draining(node)
+        if self.is_draining(node):
+            return None
         self._draining.add(node)
         rows = self.on_machine(node)
         names = tuple(row.node for row in rows) or (node,)
-        return Change(names, f"drains, {sum(row.running for row in rows)} requests running", is_new=news)
+        return Change(names, f"drains, {sum(row.running for row in rows)} requests running")
 
-    def suspect(self, node: str, term: int, why: str, *, whole: bool = False) -> Change:
+    def suspect(self, node: str, term: int, why: str, *, whole: bool = False) -> Change | None:
         """Suspect a member: a request failed there or, with `whole`, it makes no tokens any more.
 
         It gets no new request until it has announced itself again.
         """
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", is_new=False)
+            return None
         # Its other requests may be fine.
         row.allowed = RETRY_REQUESTS if whole else min(row.allowed, max(EASE_IN_REQUESTS, row.running - 1))
         row.is_stuck = row.is_stuck or whole
-        news, row.is_suspected = not row.is_suspected, True
-        return Change((node,), f"suspected: {why}", is_new=news)
+        before, row.is_suspected = row.is_suspected, True
+        return None if before else Change((node,), f"suspected: {why}")
 
-    def mark_unresponsive(self, node: str, term: int, why: str) -> Change:
+    def mark_unresponsive(self, node: str, term: int, why: str) -> Change | None:
         """Mark a member as unresponsive: it gets no requests until it answers, even if its agent announces it."""
         row = self._in_term(node, term)
         if row is None:
-            return Change((node,), "no longer a member", is_new=False)
+            return None
         row.allowed = RETRY_REQUESTS
-        news, row.is_unresponsive = not row.is_unresponsive, True
-        return Change((node,), f"unresponsive: {why}", is_new=news)
+        before, row.is_unresponsive = row.is_unresponsive, True
+        return None if before else Change((node,), f"unresponsive: {why}")
 
-    def mark_responsive(self, node: str, term: int) -> Change:
+    def mark_responsive(self, node: str, term: int) -> Change | None:
         """Mark a member as responsive again."""
         row = self._in_term(node, term)
         if row is None or not row.is_unresponsive:
-            return Change((node,), "responsive", is_new=False)
+            return None
         row.is_unresponsive = False
         return Change((node,), "responsive again")
 
-    def expire(self, now_s: float) -> Change:
+    def expire(self, now_s: float) -> Change | None:
         """Remove every member without an announcement for more than SILENT_S. It may announce itself again."""
         silent = [row for row in self._rows.values() if now_s - row.announced_at_s > SILENT_S]
-        for row in silent:
-            del self._rows[row.node]
-        if not silent:
-            return Change((), "all members are announced", is_new=False)
-        nodes, terms = tuple(row.node for row in silent), tuple(row.term for row in silent)
-        return Change(nodes, f"no announcement for {SILENT_S:g} s", terms)
+        return self._drop(silent, f"no announcement for {SILENT_S:g} s")
 
     def serving(self, policy: str) -> tuple[Member, ...]:
         """Return the members that may serve this policy, whether or not they have room for a request.
@@ -318,9 +409,11 @@ class Membership:
         row = self._rows.get(node)
         return row if row is not None and row.term == term else None
 
-    def _drop(self, node: str, boot_id: str, event: str) -> Change:
+    def _in_boot(self, node: str, boot_id: str) -> list[Member]:
         row = self._rows.get(node)
-        if row is None or row.boot_id != boot_id:
-            return Change((node,), f"boot {boot_id} {event}; it was no member", is_new=False)
-        del self._rows[node]
-        return Change((node,), event, (row.term,))
+        return [row] if row is not None and row.boot_id == boot_id else []
+
+    def _drop(self, rows: Sequence[Member], event: str) -> Change | None:
+        for row in rows:
+            del self._rows[row.node]
+        return Change(tuple(row.node for row in rows), event, tuple(row.term for row in rows)) if rows else None

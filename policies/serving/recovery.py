@@ -53,8 +53,6 @@ _PROMPT = frozenset(
         "stream_options",
     }
 )
-# They consider only the generated tokens and restart after a cut: nearly the same.
-NEARLY = frozenset({"bad_words", "frequency_penalty", "presence_penalty", "stop"})
 # They count generated tokens; at 0 they do nothing.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
@@ -66,14 +64,6 @@ def can_continue(body: Mapping[str, Any]) -> bool:
     """
     known = all(name in SAFE or name in _PROMPT or _is_off(name, value) for name, value in body.items())
     return known and limit_of(body) is not None
-
-
-def can_nearly_continue(body: Mapping[str, Any]) -> bool:
-    """Whether a completion that cannot be repeated may continue, because other nodes compute other last bits.
-
-    A single node could have made the result, except for the effects of parameters in `NEARLY`.
-    """
-    return all(name in SAFE or name in NEARLY or name in _PROMPT or _is_off(name, body[name]) for name in body)
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
@@ -88,7 +78,7 @@ def remaining_parameters(body: Mapping[str, Any], arrived: int) -> dict[str, Any
     """Return the sampling parameters for the tokens that remain after `arrived`, without the prompt.
 
     Args:
-        body: the whole request's parameters, which satisfy `can_continue` or `can_nearly_continue`.
+        body: the whole request's parameters, which satisfy `can_continue`.
         arrived: fewer than the request's limit.
 
     Raises ValueError if no tokens remain.
@@ -96,11 +86,7 @@ def remaining_parameters(body: Mapping[str, Any], arrived: int) -> dict[str, Any
     limit = limit_of(body)
     if limit is None or arrived >= limit:
         raise ValueError(f"no tokens remain of {limit} after {arrived}")
-    remaining = {
-        name: value
-        for name, value in body.items()
-        if name in SAFE or (name in NEARLY and not _is_off(name, value))
-    }
+    remaining = {name: value for name, value in body.items() if name in SAFE}
     remaining.pop("max_completion_tokens", None)  # an alias of max_tokens
     remaining["max_tokens"] = limit - arrived
     if "min_tokens" in remaining:

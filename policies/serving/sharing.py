@@ -12,9 +12,9 @@ with speeds close to the median count as equally fast, so that measurement noise
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grpo_orch.policies.serving.member import REPLAY_TOKENS_MAX
+from grpo_orch.policies.serving.membership import REPLAY_TOKENS_MAX
 
 # Requests that double a member's time per token: reading their keys and values then costs as much as reading the
 # weights. 32 to 128 for dense models of 7B to 32B at 2,000 to 8,000 tokens a request.
@@ -48,7 +48,7 @@ class Movable:
     replay: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MemberLoad:
     """A member among which requests are balanced.
 
@@ -56,7 +56,7 @@ class MemberLoad:
         node: its name.
         speed_tokens_s: of a single request running alone on it.
         running: its number of requests.
-        tokens_left: tokens that each of them is still expected to get, on average; undefined without requests.
+        tokens_left: tokens that all of them are still expected to get.
         free: how many more requests it takes.
         prefill_tokens_s: how fast it computes a prompt.
         replaying: tokens of requests that moved there and are still to be computed again.
@@ -71,6 +71,40 @@ class MemberLoad:
     prefill_tokens_s: float
     replaying: int
     movable: Iterable[Movable] = ()
+    _offer: Movable | None = None
+
+    def ends_s(self, more: Movable | None = None) -> float:
+        """Return when its requests are done, with one more or without."""
+        left, running, replay = self.tokens_left, self.running, self.replaying
+        if more is not None:
+            left, running, replay = left + more.tokens_left, running + 1, replay + more.replay
+        if not running:
+            return 0.0
+        replay_s = replay / self.prefill_tokens_s if replay and self.prefill_tokens_s > 0 else 0.0
+        return replay_s + left / running * (1 + running / DOUBLING_REQUESTS) / self.speed_tokens_s
+
+    def takes(self, request: Movable) -> bool:
+        """Whether it has room, by the rule of `policies.serving.membership`."""
+        replay = self.replaying + request.replay
+        return self.free > 0 and (replay <= REPLAY_TOKENS_MAX or 0 in (self.replaying, request.replay))
+
+    def offer(self) -> Movable | None:
+        """Return its next request to move."""
+        if self._offer is None:
+            self.movable = iter(self.movable)
+            self._offer = next(self.movable, None)
+        return self._offer
+
+    def give(self, request: Movable) -> None:
+        self.running -= 1
+        self.tokens_left = max(0.0, self.tokens_left - request.tokens_left)
+        self._offer = None
+
+    def take(self, request: Movable) -> None:
+        self.running += 1
+        self.tokens_left += request.tokens_left
+        self.free -= 1
+        self.replaying += request.replay
 
 
 def tokens_left(arrived: int, expected_tokens: float, max_tokens: int) -> float:
@@ -94,14 +128,19 @@ def balance_requests(members: Sequence[MemberLoad], *, is_rebalancing: bool = Fa
     if len(measured) < 2:
         return None
     median = sorted(member.speed_tokens_s for member in measured)[len(measured) // 2]
-    loads = [_Load(member, median) for member in measured]
+    loads = [
+        replace(member, speed_tokens_s=median)
+        if abs(member.speed_tokens_s - median) < ALIKE_SHARE * median
+        else replace(member)
+        for member in measured
+    ]
     now_s = max(load.ends_s() for load in loads)
     saved_s = now_s - _balanced_s(loads)
     if saved_s < (EVEN_SHARE * now_s if is_rebalancing else max(SAVED_S, SAVED_SHARE * now_s)):
         return None
     moves: list[Move] = []
     while True:
-        givers = sorted(loads, key=_Load.ends_s, reverse=True)
+        givers = sorted(loads, key=MemberLoad.ends_s, reverse=True)
         giver = next((load for load in givers if load.offer() is not None), None)
         request = None if giver is None else giver.offer()
         if giver is None or request is None:
@@ -109,72 +148,20 @@ def balance_requests(members: Sequence[MemberLoad], *, is_rebalancing: bool = Fa
         takers = [load for load in loads if load is not giver and load.takes(request)]
         if not takers:
             return moves
-        taker = min(takers, key=lambda load: (load.ends_with_s(request), load.node))
-        if taker.ends_with_s(request) >= giver.ends_s():
+        taker = min(takers, key=lambda load: (load.ends_s(request), load.node))
+        if taker.ends_s(request) >= giver.ends_s():
             return moves
         giver.give(request)
         taker.take(request)
         moves.append(Move(request.request, taker.node))
 
 
-class _Load:
-    """A member's requests while they are balanced."""
-
-    def __init__(self, member: MemberLoad, median: float) -> None:
-        is_typical = abs(member.speed_tokens_s - median) < ALIKE_SHARE * median
-        self.node, self.running = member.node, member.running
-        self.speed = median if is_typical else member.speed_tokens_s
-        self.tokens_left = member.tokens_left * member.running
-        self._offers = iter(member.movable)
-        self._offer: Movable | None = None
-        self._free, self._prefill_tokens_s = member.free, member.prefill_tokens_s
-        self._replay = member.replaying
-
-    def ends_s(self) -> float:
-        """Return when its requests are done."""
-        return self._ends_s(self.tokens_left, self.running, self._replay)
-
-    def ends_with_s(self, request: Movable) -> float:
-        """Return when they would be done with one more request."""
-        return self._ends_s(
-            self.tokens_left + request.tokens_left, self.running + 1, self._replay + request.replay
-        )
-
-    def takes(self, request: Movable) -> bool:
-        """Whether it has room, by the rule of `policies.serving.member`."""
-        replay = self._replay + request.replay
-        return self._free > 0 and (replay <= REPLAY_TOKENS_MAX or 0 in (self._replay, request.replay))
-
-    def offer(self) -> Movable | None:
-        """Return its next request to move."""
-        if self._offer is None:
-            self._offer = next(self._offers, None)
-        return self._offer
-
-    def give(self, request: Movable) -> None:
-        self.running -= 1
-        self.tokens_left = max(0.0, self.tokens_left - request.tokens_left)
-        self._offer = None
-
-    def take(self, request: Movable) -> None:
-        self.running += 1
-        self.tokens_left += request.tokens_left
-        self._free -= 1
-        self._replay += request.replay
-
-    def _ends_s(self, tokens_left: float, running: int, replay: int) -> float:
-        if not running:
-            return 0.0
-        replay_s = replay / self._prefill_tokens_s if replay and self._prefill_tokens_s > 0 else 0.0
-        return replay_s + tokens_left / running * (1 + running / DOUBLING_REQUESTS) / self.speed
-
-
-def _balanced_s(loads: Sequence[_Load]) -> float:
+def _balanced_s(loads: Sequence[MemberLoad]) -> float:
     """Return when all requests would be done, balanced over the useful members, the fastest first."""
     running = sum(load.running for load in loads)
     tokens_each = sum(load.tokens_left for load in loads) / max(1, running)
     balanced_s, speed = float("inf"), 0.0
-    for number, load in enumerate(sorted(loads, key=lambda load: -load.speed), 1):
-        speed += load.speed
+    for number, load in enumerate(sorted(loads, key=lambda load: -load.speed_tokens_s), 1):
+        speed += load.speed_tokens_s
         balanced_s = min(balanced_s, tokens_each * (running / DOUBLING_REQUESTS + number) / speed)
     return balanced_s

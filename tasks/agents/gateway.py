@@ -26,7 +26,8 @@ from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.sessions import (
+from grpo_orch.policies.serving.wire import (
+    CHAT,
     HEADER_REQUEST,
     LOST_CODE,
     SESSIONS,
@@ -34,7 +35,6 @@ from grpo_orch.policies.serving.sessions import (
     OpenSession,
     Trace,
 )
-from grpo_orch.policies.serving.wire import CHAT
 from grpo_orch.tasks.completions.gateway_client import RETRY_S, GenerationFailed
 
 log = structlog.get_logger()

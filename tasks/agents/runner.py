@@ -21,8 +21,7 @@ import structlog
 from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.policies.model.spec import OnBadReward
-from grpo_orch.policies.serving.sessions import OpenSession, Trace
-from grpo_orch.policies.serving.wire import Batch, Completion
+from grpo_orch.policies.serving.wire import Batch, Completion, OpenSession, Trace
 from grpo_orch.tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
 from grpo_orch.tasks.agents.host import AgentResult
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError

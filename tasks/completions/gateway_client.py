@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.batching import split_batches
+from grpo_orch.policies.serving.trainer_requests import split_batches
 from grpo_orch.policies.serving.wire import (
     REFUSED,
     ROLLOUTS,

@@ -26,7 +26,7 @@ from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Ses
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
-from grpo_orch.policies.serving.seeds import request_seed
+from grpo_orch.policies.serving.trainer_requests import request_seed
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
 from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate

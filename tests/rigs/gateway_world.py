@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from grpo_orch.orchestrator.gateway.routing.watch import Watch
 from grpo_orch.orchestrator.gateway.surface.app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
 from tests.budget import HANG_S
@@ -66,7 +66,7 @@ class Node(FakeVllm):
 
     @property
     def row(self) -> Member:
-        found = self.world.members.member(self.name)
+        found = self.world.members.table.member(self.name)
         assert found is not None
         return found
 
@@ -144,7 +144,9 @@ class World:
         node = Node(self, name, policy, {"max_requests": max_requests, **attributes})
         self.nodes.append(node)
         await node.start(port)
-        await self.until(lambda: (row := self.members.member(name)) is not None and row.boot_id == node.boot_id)
+        await self.until(
+            lambda: (row := self.members.table.member(name)) is not None and row.boot_id == node.boot_id
+        )
         return node
 
     def ask(self, job: Job) -> asyncio.Task[Finished]:
@@ -190,13 +192,6 @@ class World:
                 found[f"{sample.name.removeprefix('grpo_gateway_')}{{{labels}}}"] = sample.value
         return found
 
-    @asynccontextmanager
-    async def stream(self, path: str, **body: Any) -> AsyncIterator[Stream]:
-        whole = {"stream": True, "return_token_ids": True, **body}
-        async with self.http.stream("POST", path, json=whole) as response:
-            assert response.status_code == 200, await response.aread()
-            yield Stream(response)
-
     async def until(self, ready: Callable[[], object]) -> None:
         async with asyncio.timeout(HANG_S):
             while not ready():
@@ -213,37 +208,12 @@ def serve(story: Callable[[World], Coroutine[Any, Any, T]], **options: Any) -> T
     return asyncio.run(both())
 
 
-class Stream:
-    """An answer's events as they come."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self.response = response
-        self.chunks: list[dict[str, Any]] = []
-        self.done = False
-        self._lines = response.aiter_lines()
-
-    async def read(self, enough: int | None = None) -> None:
-        """Until the choices have so many tokens in all, or to the end."""
-        while not self.done and (enough is None or self.tokens() < enough):
-            line = await anext(self._lines, None)
-            if line is None:
-                return
-            if line == "data: [DONE]":
-                self.done = True
-            elif line:
-                self.chunks.append(json.loads(line.removeprefix("data: ")))
-
-    def choices(self, index: int = 0) -> list[dict[str, Any]]:
-        return [one for chunk in self.chunks for one in chunk.get("choices", ()) if one["index"] == index]
-
-    def token_ids(self, index: int = 0) -> list[int]:
-        return [token for one in self.choices(index) for token in one["token_ids"]]
-
-    def text(self, index: int = 0) -> str:
-        return "".join(one["text"] if "text" in one else one["delta"]["content"] for one in self.choices(index))
-
-    def tokens(self) -> int:
-        return sum(len(one["token_ids"]) for chunk in self.chunks for one in chunk.get("choices", ()))
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a streamed answer."""
+    assert answer.status_code == 200, answer.text
+    *events, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 _seeds: Iterator[int] = iter(range(1_000_000))

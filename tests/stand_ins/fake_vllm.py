@@ -93,12 +93,6 @@ def completion(body: dict[str, Any], prompt: list[int], unequal: str = "") -> tu
     return tokens, logprobs, "length"
 
 
-def expected(seed: int, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-    """A whole completion as a stand-in gives it."""
-    tokens, logprobs, _ = completion({"seed": seed, "max_tokens": max_tokens}, prompt)
-    return tokens, logprobs
-
-
 def texts(tokens: list[int]) -> list[str]:
     """The text that each token shows. One token in ten is the first half of a character: it shows nothing, and the
     next one both."""

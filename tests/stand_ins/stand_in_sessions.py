@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.policies.serving.sessions import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
+from grpo_orch.policies.serving.wire import LIMIT_CODE, LOST_CODE, SESSIONS, Branch, OpenSession, Trace, Turn
 
 Sample = Callable[[OpenSession, list[int], int, int], tuple[list[int], list[float]]]
 Reply = tuple[int, str, bytes]  # status, content type, body
@@ -37,7 +37,7 @@ class Recorded:
 
 
 class StandInSessions:
-    """Answers what `policies.serving.sessions` lists.
+    """Answers what `policies.serving.wire` lists.
 
     Args:
         encode: makes token ids of a text; `decode` the reverse.

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from grpo_orch.orchestrator.gateway.job import Finished, Job, OutputDiverged, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.nodes.attempt import End, HandoverReason, NodeFailed
-from grpo_orch.orchestrator.gateway.nodes.upstream import VllmAttempt
+from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
+from grpo_orch.orchestrator.gateway.nodes.upstream import Attempt, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.routing.waiting import Place
-from grpo_orch.policies.serving.member import Load
+from grpo_orch.orchestrator.gateway.routing.places import Place
+from grpo_orch.policies.serving.membership import Load
 from grpo_orch.policies.serving.wire import Handover
 
 RETRY_S = 0.05  # after the second attempt in a row without a token; doubled after each further one
@@ -60,9 +59,7 @@ class Completer:
         observe: called with each completion.
     """
 
-    def __init__(
-        self, members: Members, ledger: Ledger, observe: Callable[[Finished], None] | None = None
-    ) -> None:
+    def __init__(self, members: Members, ledger: Ledger, observe: Callable[[Finished], None]) -> None:
         self._members = members
         self._ledger = ledger
         self._observe = observe
@@ -70,7 +67,7 @@ class Completer:
     async def complete(self, job: Job) -> Finished:
         """Complete the job, moving between members and waiting while there are none.
 
-        Raises RequestRefused, CannotContinue, QueueFull. Cancelling abandons the job and frees its place; the
+        Raises RequestRefused, QueueFull. Cancelling abandons the job and frees its place; the
         caller then counts its tokens as discarded.
         """
         requested_s = asyncio.get_running_loop().time()
@@ -82,18 +79,14 @@ class Completer:
                 raise refused
             refused = None
             place = await self._acquire_place(job, avoid)
-            attempt = VllmAttempt(job, place.link, partial(self._members.places.note_first_token, place))
+            attempt = Attempt(job, place.link, partial(self._members.places.note_first_token, place))
             try:
-                end = await attempt.run()
+                finished = await attempt.run()
             except NodeFailed as error:
                 is_progress = attempt.tokens or error.reason is HandoverReason.REBALANCED
                 consecutive_failures = 0 if is_progress else consecutive_failures + 1
                 self._record_handover(job, attempt, error)
                 avoid = frozenset({place.link.node})
-            except OutputDiverged:
-                self._restore_streamed(job)
-                if len(job.token_ids) >= job.max_tokens:
-                    return self._finish(job, attempt, End("length", None), requested_s)
             except RequestRefused as error:
                 if attempt.is_continuation:  # find out whether the original request is refused as well
                     job.recovery = "exact"
@@ -107,11 +100,19 @@ class Completer:
                     raise
                 refused = error
             else:
-                return self._finish(job, attempt, end, requested_s)
+                return self._finish(finished, attempt, requested_s)
             finally:
                 self._members.places.release(place)
             if consecutive_failures > 1:
                 await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** (consecutive_failures - 2)))
+
+    def restore(self, job: Job, token_ids: list[int], logprobs: list[float]) -> None:
+        """Give a new job the tokens that an earlier gateway received, from which it continues if it can."""
+        job.token_ids, job.logprobs = token_ids, logprobs
+        if job.can_continue():
+            job.first_token_at_s = asyncio.get_running_loop().time()
+        else:
+            self._start_over(job)
 
     async def _acquire_place(self, job: Job, avoid: frozenset[str]) -> Place:
         # The next member recomputes what the last one computed.
@@ -125,10 +126,9 @@ class Completer:
         output_tokens = max(len(job.token_ids), min(job.max_tokens, int(expected)))
         return Load(job.group, job.prompt_tokens + output_tokens, replayed, job.is_turn)
 
-    def _record_handover(self, job: Job, attempt: VllmAttempt, error: NodeFailed) -> None:
+    def _record_handover(self, job: Job, attempt: Attempt, error: NodeFailed) -> None:
         """Count a job that left a member unfinished, and mark the member if it is at fault."""
         node = attempt.link.node
-        job.handovers += 1
         job.last_failure = f"{node}: {error}"
         attempt_tokens = attempt.tokens  # read before starting over drops them
         self._ledger.handovers_by_reason[error.reason] += 1
@@ -151,27 +151,11 @@ class Completer:
         self._ledger.saved -= job.saved
         job.saved = 0
 
-    def _restore_streamed(self, job: Job) -> None:
-        lost = job.restore_streamed()
-        job.discarded += lost
-        self._ledger.discarded += lost
-
-    def _finish(self, job: Job, attempt: VllmAttempt, end: End, requested_s: float) -> Finished:
+    def _finish(self, finished: Finished, attempt: Attempt, requested_s: float) -> Finished:
+        job = finished.job
         self._members.learn_length(len(job.token_ids))
         self._ledger.finished += 1
-        finished = Finished(
-            token_ids=job.token_ids,
-            logprobs=job.logprobs,
-            finish_reason=end.finish_reason,
-            stop_reason=end.stop_reason,
-            text=job.text if job.keep_text else None,
-            prompt_token_ids=job.prompt_token_ids,
-            policy=job.policy,
-            node=attempt.link.node,
-            handovers=job.handovers,
-            first_token_s=max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s),
-            took_s=attempt.last_event_s - requested_s,
-        )
-        if self._observe is not None:
-            self._observe(finished)
+        first_token_s = max(0.0, (job.first_token_at_s or attempt.last_event_s) - requested_s)
+        finished = replace(finished, first_token_s=first_token_s, took_s=attempt.last_event_s - requested_s)
+        self._observe(finished)
         return finished

@@ -10,23 +10,20 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 
 import structlog
 
-from grpo_orch.orchestrator.gateway.nodes.attempt import HandoverReason
 from grpo_orch.orchestrator.gateway.nodes.connection import Pool
-from grpo_orch.orchestrator.gateway.nodes.link import Link, moving_mean
+from grpo_orch.orchestrator.gateway.nodes.upstream import HandoverReason, Link, moving_mean
 from grpo_orch.orchestrator.gateway.routing.places import Places
-from grpo_orch.orchestrator.gateway.routing.waiting import Waiting
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import Recovery, machine_of
 from grpo_orch.policies.serving.demand import Demand
 from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, VersionSpread
 from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
-from grpo_orch.policies.serving.member import Change, Member
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.membership import Change, Member, Membership
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 
@@ -47,6 +44,10 @@ class Members:
         token: the run's secret, sent to the nodes.
         tls: for members on other machines.
         limits: makes the silence limits of a member.
+
+    Attributes:
+        table, demand: the members and the requested policies, to read.
+        places: assigns the members' places to jobs.
     """
 
     def __init__(
@@ -55,71 +56,23 @@ class Members:
         self._token = token
         self._tls = tls
         self._make_limits = limits
-        self._time_slices = TimeSlices()
-        self._table = Membership()
-        self._places = Places(self._table, self._connect, self._answer_if_drained)
+        self.time_slices = TimeSlices()  # shared by all long work on this event loop
+        self.table = Membership()
+        self.places = Places(self.table, self._connect, self._answer_if_drained)
         self.announcements = Announcements()
         self._version_spreads = VersionSpreads()
         self.joining_nodes = JoiningNodes()
         self._last_replies: dict[str, AnnounceReply] = {}  # by boot
-        self._demand = Demand()
-        self._recovery: Recovery = "continue"
-        self._expected_tokens = 0.0
+        self.demand = Demand()
+        self.recovery: Recovery = "continue"  # the run's, from the last batch or session
+        self.expected_tokens = 0.0  # mean number of tokens of finished completions; 0 before the first
         self._started_at_s = time.monotonic()
         self._changes: deque[MembershipChange] = deque(maxlen=CHANGES_MAX)
 
     @property
     def wanted(self) -> PolicyRef | None:
         """The newest requested policy."""
-        return self._demand.newest
-
-    @property
-    def recovery(self) -> Recovery:
-        """The run's recovery mode, from the last batch or session."""
-        return self._recovery
-
-    @property
-    def open_requests(self) -> dict[str, int]:
-        """The number of open requests by the label of their policy."""
-        return self._demand.open_requests
-
-    @property
-    def session_nodes(self) -> Mapping[Hashable, str]:
-        """The node of each session's last turn."""
-        return self._table.session_nodes
-
-    @property
-    def time_slices(self) -> TimeSlices:
-        """Shared by all long work on this event loop."""
-        return self._time_slices
-
-    @property
-    def places(self) -> Places:
-        """The members' places for jobs."""
-        return self._places
-
-    @property
-    def waiting(self) -> Waiting:
-        """The jobs without a place."""
-        return self._places.waiting
-
-    @property
-    def links(self) -> Mapping[int, Link]:
-        """The links to the members that have had jobs, by term."""
-        return self._places.links
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Every member, in the order of joining."""
-        return self._table.members
-
-    def member(self, node: str) -> Member | None:
-        """Return the node's row, or None if it is not a member."""
-        return self._table.member(node)
-
-    def serving(self, policy: str) -> tuple[Member, ...]:
-        """Return the members that hold this policy and are not leaving."""
-        return self._table.serving(policy)
+        return self.demand.newest
 
     def has_usable_member(self) -> bool:
         """Return whether some member is at work, or may come to hold the wanted policy.
@@ -129,7 +82,7 @@ class Members:
         if time.monotonic() - self._started_at_s < SILENT_S:
             return True
         return any(
-            row.running or not (row.unfit or self._table.is_draining(row.node)) for row in self._table.members
+            row.running or not (row.unfit or self.table.is_draining(row.node)) for row in self.table.members
         )
 
     async def any_link_except(self, failed: Container[str]) -> Link | None:
@@ -137,27 +90,14 @@ class Members:
 
         Waits while there are no members.
         """
-        while not (rows := [row for row in self._table.members if not row.is_unresponsive]):
-            await self._places.wait_for_change()
+        while not (rows := [row for row in self.table.members if not row.is_unresponsive]):
+            await self.places.wait_for_change()
         rows = [row for row in rows if row.node not in failed]
-        return self._places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
-
-    def end_session(self, session: Hashable) -> None:
-        """Free the session's place on its member."""
-        self._table.end_session(session)
-
-    def is_draining(self, node: str) -> bool:
-        """Return whether the node is to leave after its running requests."""
-        return self._table.is_draining(node)
-
-    @property
-    def expected_tokens(self) -> float:
-        """The mean number of tokens of finished completions; 0 before the first."""
-        return self._expected_tokens
+        return self.places.link(min(rows, key=lambda row: row.outstanding)) if rows else None
 
     def learn_length(self, tokens: int) -> None:
         """Include a finished completion in the mean length."""
-        self._expected_tokens = moving_mean(self._expected_tokens, tokens, LENGTH_SHARE)
+        self.expected_tokens = moving_mean(self.expected_tokens, tokens, LENGTH_SHARE)
 
     @property
     def changes(self) -> list[MembershipChange]:
@@ -172,106 +112,99 @@ class Members:
     def status(self) -> list[MemberStatus]:
         """Return the status of every member, in the order of joining."""
         now_s = time.monotonic()
-        held = {row.policy for row in self._table.members if row.policy and self._demand.is_wanted(row.policy)}
-        terms = {row.term for policy in held for row in self._table.serving(policy)}
-        return [self._status_of(row, row.term in terms, now_s) for row in self._table.members]
+        held = {row.policy for row in self.table.members if row.policy and self.demand.is_wanted(row.policy)}
+        terms = {row.term for policy in held for row in self.table.serving(policy)}
+        return [self._status_of(row, row.term in terms, now_s) for row in self.table.members]
 
     def want(self, policy: PolicyRef, requests: int = 0, recovery: Recovery = "continue") -> None:
         """Add open requests of a policy. `recovery` is the run's."""
-        self._recovery = recovery
-        if not self._demand.is_wanted(policy.label):
-            log.info("policy_requested", policy=policy.label, requests=requests)
-            self._version_spreads.want(policy.label, self._table.members, time.monotonic())
-        self._change_demand(lambda: self._demand.add(policy, requests))
+        self.recovery = recovery
+        if not self.demand.is_wanted(policy.label):
+            log.info("policy_requested", policy=policy.label)
+            self._version_spreads.want(policy.label, self.table.members, time.monotonic())
+        self._change_demand(lambda: self.demand.add(policy, requests))
 
     def finish(self, policy: str, requests: int) -> None:
         """Remove open requests of a policy, finished or abandoned."""
-        self._change_demand(lambda: self._demand.finish(policy, requests))
+        self._change_demand(lambda: self.demand.finish(policy, requests))
 
     def _change_demand(self, change: Callable[[], None]) -> None:
-        before, had_older = self._demand.newest, self._demand.has_older
+        before, had_older = self.demand.newest, self.demand.has_older
         change()
-        newest = self._demand.newest
+        newest = self.demand.newest
         if newest is not None and newest != before:
-            self._places.want(newest.label)
-        if newest != before or self._demand.has_older != had_older:
+            self.places.want(newest.label)
+        if newest != before or self.demand.has_older != had_older:
             self.divide()
 
     def divide(self) -> None:
         """Divide the members between the requested policies, and notify those that are to change."""
-        newest = self._demand.newest
+        newest = self.demand.newest
         if newest is None:
             return
-        targets = {machine_of(row.node): newest.label for row in self._table.members}
-        if self._demand.has_older:
-            targets |= self._demand.targets(self._table.loadable())
-        changed = self._table.set_targets(targets)
+        targets = {machine_of(row.node): newest.label for row in self.table.members}
+        if self.demand.has_older:
+            targets |= self.demand.targets(self.table.loadable())
+        changed = self.table.set_targets(targets)
         for node in changed:
             self.announcements.answer(node)
         if changed:
-            self._places.note_change()
-            self._places.assign()
-
-    @property
-    def serves_several_policies(self) -> bool:
-        """Whether more than one policy is requested."""
-        return self._demand.has_older
+            self.places.note_change()
+            self.places.assign()
 
     def is_busy_with_other_policy(self, policy: str) -> bool:
         """Return whether a member still runs requests of another policy, which finish first."""
-        return any(row.running and row.policy != policy and not row.unfit for row in self._table.members)
+        return any(row.running and row.policy != policy and not row.unfit for row in self.table.members)
 
     def is_changing_policy(self, node: str, policy: str) -> bool:
         """Return whether the node is to load another policy than this one."""
-        row = self._table.member(node)
+        row = self.table.member(node)
         return row is not None and row.target not in ("", policy)
 
     async def announce(self, node: str, announcement: Announce) -> AnnounceReply:
         """Apply an announcement. Return the reply when it differs from that boot's last, or after HOLD_S."""
         self.announcements.answer(node)  # an earlier announcement that is still held is superseded
-        before = self._table.member(node)
+        before = self.table.member(node)
         tokens = before.engine.tokens if before is not None and before.engine is not None else None
-        self._apply(self._table.announce(node, announcement, time.monotonic()))
+        self._apply(self.table.announce(node, announcement, time.monotonic()))
         if tokens is not None and announcement.engine is not None and announcement.engine.tokens > tokens:
             self._note_work(node)
-        if self._table.is_void(announcement.boot_id):
+        if self.table.is_void(announcement.boot_id):
             return AnnounceReply(drain=True)
         self._version_spreads.record(node, announcement, time.monotonic())
-        if self._demand.newest is not None and (row := self._table.member(node)) is not None and not row.target:
-            self._table.set_targets(
-                {machine_of(node): self._target_on(machine_of(node), self._demand.newest.label)}
-            )
+        if self.demand.newest is not None and (row := self.table.member(node)) is not None and not row.target:
+            self.table.set_targets({machine_of(node): self._target_on(machine_of(node), self.demand.newest.label)})
         if before is None:
             self.joining_nodes.forget(machine_of(node))
         if announcement.stage is None:
             self.joining_nodes.forget(node)
         else:
             self.joining_nodes.update(node, announcement.stage, time.monotonic())
-        self._places.assign()
+        self.places.assign()
         if self._reply(node) == self._last_replies.get(announcement.boot_id):
             await self.announcements.hold(
-                node, lambda: self._apply(self._table.connection_lost(node, announcement.boot_id))
+                node, lambda: self._apply(self.table.connection_lost(node, announcement.boot_id))
             )
         reply = self._last_replies[announcement.boot_id] = self._reply(node)
         return reply
 
     def leave(self, node: str, boot_id: str) -> None:
         """Remove this boot of the node, at the node's own request."""
-        self._apply(self._table.leave(node, boot_id))
+        self._apply(self.table.leave(node, boot_id))
         self._last_replies.pop(boot_id, None)
 
     def remove(self, node: str) -> bool:
         """Remove the node or all of a machine's members; their boots cannot return. Return whether any existed."""
-        rows = self._table.on_machine(node)
-        self._apply(self._table.remove(node))
+        rows = self.table.on_machine(node)
+        self._apply(self.table.remove(node))
         for row in rows:
             self.announcements.answer(row.node)
         return bool(rows)
 
     def drain(self, node: str) -> None:
         """Send no new requests to the node, or to a machine's members; each leaves after its last request."""
-        self._apply(self._table.drain(node))
-        for row in self._table.on_machine(node):
+        self._apply(self.table.drain(node))
+        for row in self.table.on_machine(node):
             self.announcements.answer(row.node)
 
     def suspect(self, link: Link, why: str, *, whole: bool = False) -> None:
@@ -279,66 +212,67 @@ class Members:
 
         The held announcement is answered immediately, so that the next one comes soon.
         """
-        self._apply(self._table.suspect(link.node, link.term, why, whole=whole))
+        self._apply(self.table.suspect(link.node, link.term, why, whole=whole))
         self.announcements.answer(link.node)
 
     def mark_unresponsive(self, link: Link, why: str) -> None:
         """Move the member's requests to others, and send it nothing until it answers again."""
-        self._apply(self._table.mark_unresponsive(link.node, link.term, why))
+        self._apply(self.table.mark_unresponsive(link.node, link.term, why))
         link.fail_attempts(HandoverReason.SILENT, f"does not answer: {why}")
 
     def mark_responsive(self, link: Link) -> None:
         """Send requests to the member again, because it has answered."""
-        self._apply(self._table.mark_responsive(link.node, link.term))
-        self._places.assign()
+        self._apply(self.table.mark_responsive(link.node, link.term))
+        self.places.assign()
 
     def expire(self) -> None:
         """Remove members that have not announced themselves for too long."""
-        self._apply(self._table.expire(time.monotonic()))
+        self._apply(self.table.expire(time.monotonic()))
 
     async def close(self) -> None:
         """Close every connection."""
-        for term in list(self.links):
-            self._places.end_term(term, "the gateway stops")
+        for term in list(self.places.links):
+            self.places.end_term(term, "the gateway stops")
         await asyncio.sleep(0)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change | None) -> None:
         """Log and record a change of the table, and close the terms that it ended."""
-        if change.is_new:
-            log.info("membership_changed", change=change.reason)
-            seq = self._changes[-1].seq + 1 if self._changes else 1
-            at_s = time.monotonic() - self._started_at_s
-            self._changes.append(MembershipChange(seq, at_s, change.reason))
-            self._places.note_change()
+        if change is None:
+            return
+        log.info("membership_changed", change=change.reason)
+        seq = self._changes[-1].seq + 1 if self._changes else 1
+        at_s = time.monotonic() - self._started_at_s
+        self._changes.append(MembershipChange(seq, at_s, change.reason))
+        self.places.note_change()
         for term in change.ended_terms:
-            self._places.end_term(term, NOT_A_MEMBER)
+            self.places.end_term(term, NOT_A_MEMBER)
 
     def _note_work(self, node: str) -> None:
         """Record that the node's engine has computed tokens since its last announcement."""
-        row = self._table.member(node)
-        link = None if row is None else self.links.get(row.term)
+        row = self.table.member(node)
+        link = None if row is None else self.places.links.get(row.term)
         if link is not None:
             link.last_work_s = asyncio.get_running_loop().time()
 
     def _reply(self, node: str) -> AnnounceReply:
-        row = self._table.member(node)
-        if row is None or not self._table.is_draining(node):
-            return AnnounceReply(policy=self._demand.ref(row.target) if row is not None else self._demand.newest)
+        row = self.table.member(node)
+        if row is None or not self.table.is_draining(node):
+            return AnnounceReply(policy=self.demand.ref(row.target) if row is not None else self.demand.newest)
         return AnnounceReply(drain=row.running == 0)
 
     def _target_on(self, machine: str, newest: str) -> str:
         """Return the policy of the machine's other engines, since a machine fetches one policy at a time."""
-        return next((row.target for row in self._table.on_machine(machine) if row.target), newest)
+        return next((row.target for row in self.table.on_machine(machine) if row.target), newest)
 
     def _answer_if_drained(self, node: str) -> None:
         """Called when a job leaves a node; a draining node may leave after its last."""
-        if self._table.is_draining(node) and self._reply(node).drain:
+        if self.table.is_draining(node) and self._reply(node).drain:
             self.announcements.answer(node)
 
     def _connect(self, row: Member) -> Link:
         pool = Pool(row.address, self._tls)
         return Link(
-            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self._time_slices
+            row.node, row.boot_id, row.term, row.address, self._token, pool, self._make_limits(), self.time_slices
         )
 
     def _status_of(self, row: Member, serving: bool, now_s: float) -> MemberStatus:
@@ -348,7 +282,7 @@ class Members:
             address=row.address,
             policy=row.policy,
             serving=serving,
-            draining=self._table.is_draining(row.node),
+            draining=self.table.is_draining(row.node),
             requests_running=row.running,
             seen_s_ago=now_s - row.announced_at_s,
             max_requests=row.max_requests,

@@ -4,18 +4,102 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from grpo_orch.orchestrator.gateway.job import Job
-from grpo_orch.orchestrator.gateway.nodes.link import Link
-from grpo_orch.orchestrator.gateway.routing.waiting import Place, Queue, Waiter, Waiting
-from grpo_orch.policies.serving.member import Load, Member
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.orchestrator.gateway.job import Job, QueueFull
+from grpo_orch.orchestrator.gateway.nodes.upstream import Link
+from grpo_orch.policies.serving.membership import Load, Member, Membership
 
 # While other members load a new policy, the first member that holds it gets no more than its share of the jobs for
 # this long. Moving surplus jobs to the others later would cost a connection each, and their computed prompts.
 SHARE_LIMIT_S = 0.25
+
+# While the fleet is empty, a trainer's whole batch of 4,096 requests waits, and those of some clients. More than
+# this comes from a client that sends requests in a loop.
+WAITING_MAX = 65_536
+# Of their prompts, at 8 bytes a token: two batches of 4,096 prompts of 16,384 tokens.
+WAITING_SIZE_MAX = 1024**3
+TOKEN_SIZE = 8
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A job's place on a member, to be freed with `Places.release`."""
+
+    link: Link
+    load: Load
+    has_first_token: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A waiting job, and the place that it will get."""
+
+    job: Job
+    load: Load
+    avoid: frozenset[str]
+    place: asyncio.Future[Place]
+
+
+class Queue:
+    """The jobs that wait for one policy, and the sum of their `tokens`.
+
+    Jobs that were handed over come first, since they have waited before. The limit on recomputed tokens holds back
+    only them, not new jobs.
+    """
+
+    def __init__(self) -> None:
+        self.handed_over: deque[Waiter] = deque()
+        self.new: deque[Waiter] = deque()
+        self.tokens = 0
+
+    def add(self, waiter: Waiter) -> None:
+        self.tokens += waiter.load.tokens
+        (self.handed_over if waiter.load.replayed else self.new).append(waiter)
+
+    def __bool__(self) -> bool:
+        return bool(self.handed_over or self.new)
+
+
+class Waiting:
+    """Counts the waiting jobs and enforces the queue's limits.
+
+    Attributes:
+        count: number of jobs without a place.
+        size_bytes: total size of their prompts.
+        jobs_max: the largest number of them.
+    """
+
+    def __init__(self) -> None:
+        self.jobs_max = WAITING_MAX
+        self.count = self.size_bytes = 0
+
+    def check_capacity(self, size_bytes: int = 0) -> None:
+        """Raise QueueFull if a job with a prompt of `size_bytes` cannot wait."""
+        if self.count >= self.jobs_max or self.size_bytes + size_bytes > WAITING_SIZE_MAX:
+            raise QueueFull(
+                f"the queue is full: {self.count} requests ({self.size_bytes >> 20} MiB) wait for a node; "
+                "retry later"
+            )
+
+    @contextmanager
+    def counting(self, job: Job) -> Iterator[None]:
+        """Count the job as waiting while the block runs. Raises QueueFull."""
+        size_bytes = job.prompt_tokens * TOKEN_SIZE if job.prompt_size is None else job.prompt_size
+        if not job.is_admitted:
+            self.check_capacity(size_bytes)
+        self.count += 1
+        self.size_bytes += size_bytes
+        job.is_waiting = True
+        try:
+            yield
+        finally:
+            self.count -= 1
+            self.size_bytes -= size_bytes
+            job.is_waiting = False
 
 
 class Places:
@@ -34,17 +118,12 @@ class Places:
         self._table = table
         self._connect = connect
         self._on_release = on_release
-        self._links: dict[int, Link] = {}
+        self.links: dict[int, Link] = {}  # to the members that have had jobs, by term
         self._queues: dict[str, Queue] = {}  # by policy label
         self._wanted = ""  # the newest policy's label
         self._changed = asyncio.Event()  # set once, by the next change
         self._share_limit_until_s: float | None = 0.0  # None: no member serves the wanted policy yet
         self.waiting = Waiting()
-
-    @property
-    def links(self) -> Mapping[int, Link]:
-        """The links to the members that have had jobs, by term."""
-        return MappingProxyType(self._links)
 
     def want(self, policy: str) -> None:
         """Set the policy that members are to hold from now on."""
@@ -55,9 +134,9 @@ class Places:
 
     def link(self, row: Member) -> Link:
         """Return the link to a member for its current term, made on the first call."""
-        link = self._links.get(row.term)
+        link = self.links.get(row.term)
         if link is None:
-            link = self._links[row.term] = self._connect(row)
+            link = self.links[row.term] = self._connect(row)
         return link
 
     async def wait_for_change(self) -> None:
@@ -71,7 +150,7 @@ class Places:
 
     def end_term(self, term: int, why: str) -> None:
         """Close the link of a term that has ended; its jobs move to other members."""
-        link = self._links.pop(term, None)
+        link = self.links.pop(term, None)
         if link is not None:
             link.close(why)
 

@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Iterator
 from statistics import median
 
-from grpo_orch.orchestrator.gateway.nodes.attempt import Attempt, HandoverReason, NodeFailed
 from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
-from grpo_orch.orchestrator.gateway.nodes.link import PROBE_S, Link
+from grpo_orch.orchestrator.gateway.nodes.upstream import PROBE_S, Attempt, HandoverReason, Link, NodeFailed
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
 from grpo_orch.policies.serving.silence_limits import LIMIT_MAX_S
 
@@ -63,23 +62,22 @@ class Watch:
 
     def _check_members(self, now_s: float, elapsed_s: float) -> None:
         self._members.expire()
-        links = list(self._members.links.values())
+        links = list(self._members.places.links.values())
         for link in links:
             if link.running:
                 link.silence_limits.age(elapsed_s)
                 self._check_silence(link, now_s)
-            row = self._members.member(link.node)
+            row = self._members.table.member(link.node)
             if row is not None and row.is_unresponsive:
                 self._probe(link, now_s)
         self._clear_drained(now_s)
-        if self._members.serves_several_policies:
-            self._members.divide()
+        self._members.divide()
         self.balancer.rebalance(now_s)
         if now_s - self._housekeeping_at_s >= self.housekeeping_s:
             self._housekeeping_at_s = now_s
             for link in links:
                 link.pool.close_idle(now_s)
-                row = self._members.member(link.node)
+                row = self._members.table.member(link.node)
                 queued = row is not None and row.engine is not None and row.engine.waiting > 0
                 _end_stuck(link, queued, now_s, self.stuck_s)
 
@@ -109,12 +107,12 @@ class Watch:
 
     def _clear_drained(self, now_s: float) -> None:
         members, seen = self._members, {}
-        for row in members.members:
-            if not row.running or not members.is_draining(row.node):
+        for row in members.table.members:
+            if not row.running or not members.table.is_draining(row.node):
                 continue
             seen[row.term] = self._drained_at_s.get(row.term, now_s)
-            if now_s - seen[row.term] > self._drain_s and row.policy and members.serving(row.policy):
-                for attempt in list(members.links[row.term].running):
+            if now_s - seen[row.term] > self._drain_s and row.policy and members.table.serving(row.policy):
+                for attempt in list(members.places.links[row.term].running):
                     if attempt.is_movable:
                         why = f"draining; not finished within {self._drain_s:g} s"
                         attempt.fail(NodeFailed(HandoverReason.DRAINED, why))
@@ -148,18 +146,20 @@ class Balancer:
         """Measure the members' speeds and move requests, each at its own interval."""
         if now_s - self._measured_s >= self.speed_s:
             self._measured_s = now_s
-            for link in self._members.links.values():
+            for link in self._members.places.links.values():
                 link.measure(now_s)
         if now_s < self._next_pass_s:
             return
-        self._next_pass_s = now_s + REQUEST_S * sum(len(link.running) for link in self._members.links.values())
-        held = {row.policy for row in self._members.members if row.policy is not None}
+        self._next_pass_s = now_s + REQUEST_S * sum(
+            len(link.running) for link in self._members.places.links.values()
+        )
+        held = {row.policy for row in self._members.table.members if row.policy is not None}
         for policy in held:
             self._rebalance_policy(policy)
         self._rebalancing &= held
 
     def _rebalance_policy(self, policy: str) -> None:
-        rows = [row for row in self._members.serving(policy) if not row.is_stuck]
+        rows = [row for row in self._members.table.serving(policy) if not row.is_stuck]
         running = [row.running for row in rows]
         most, least = max(running, default=0), min(running, default=0)
         is_even = most - least < 2 and not (most and self._has_slow_member(rows))
@@ -179,7 +179,7 @@ class Balancer:
             attempt.fail(NodeFailed(HandoverReason.REBALANCED, f"{move.node} has less load"))
 
     def _has_slow_member(self, rows: list[Member]) -> bool:
-        links = (self._members.links.get(row.term) for row in rows)
+        links = (self._members.places.links.get(row.term) for row in rows)
         speeds = [link.speed_tokens_s for link in links if link and link.speed_tokens_s]
         return bool(speeds) and min(speeds) < SLOW_SHARE * max(speeds)
 
@@ -188,7 +188,7 @@ class Balancer:
 
         A member whose speed is unknown counts with the median of the others.
         """
-        links = {row.term: self._members.links.get(row.term) for row in rows}
+        links = {row.term: self._members.places.links.get(row.term) for row in rows}
         speeds = [link.speed_tokens_s for link in links.values() if link and link.speed_tokens_s]
         prefills = [link.peak_prompt_tokens_s for link in links.values() if link and link.peak_prompt_tokens_s]
         if not speeds:
@@ -196,12 +196,11 @@ class Balancer:
         for row in rows:
             link = links[row.term]
             running = link.running if link else set[Attempt]()
-            mean_tokens_left = sum(map(self._tokens_left, running)) / max(1, len(running))
             yield MemberLoad(
                 row.node,
                 (link.speed_tokens_s if link else 0.0) or median(speeds),
                 len(running),
-                mean_tokens_left,
+                sum(map(self._tokens_left, running)),
                 min(row.allowed, row.max_requests) - row.running,
                 (link.peak_prompt_tokens_s if link else 0.0) or (median(prefills) if prefills else 0.0),
                 row.replaying,

@@ -22,8 +22,7 @@ from grpo_orch.orchestrator.gateway.nodes.upstream import RESERVED
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import Announce, Batch, PolicyRef, PromptLine, Sample
+from grpo_orch.policies.serving.wire import Announce, Batch, OpenSession, PolicyRef, PromptLine, Sample
 
 T = TypeVar("T")
 _batch, _prompt_line = msgspec.json.Decoder(Batch), msgspec.json.Decoder(PromptLine)
@@ -35,9 +34,9 @@ ANNOUNCE_SIZE_MAX = 64 * 1024
 # A body must arrive within this, plus one second per MiB.
 BODY_S = 30.0
 REQUESTS_MAX = 65_536  # in a batch; each is a task and a place in the queue
-SEED_END = 2**63  # vLLM's seeds are signed 64-bit numbers
-PARTS_MAX = 16  # of `join_s`
 NUMBER_END = 2**63
+SEED_END = NUMBER_END  # vLLM's seeds are signed 64-bit numbers
+PARTS_MAX = 16  # of `join_s`
 NAME_SIZE_MAX = 200
 LINE_SIZE_MAX = 1000  # of an agent's messages
 # Names go into headers, logs and metrics.
@@ -68,6 +67,11 @@ async def read(request: web.Request, size_max: int) -> bytearray:
     async for piece in _pieces(request, size_max):
         body += piece
     return body
+
+
+async def read_json(request: web.Request, decoder: msgspec.json.Decoder[T], name: str) -> T:
+    """Read and decode a small body. `name` is what the sender should have sent, for the error. Raises ApiError."""
+    return decode(await read(request, ANNOUNCE_SIZE_MAX), decoder, name)
 
 
 async def _pieces(request: web.Request, size_max: int) -> AsyncIterator[bytes]:
@@ -182,24 +186,17 @@ def check_announce(announcement: Announce) -> None:
     if announcement.policy is not None:
         name_of("policy", announcement.policy)
     _check_address(announcement.address)
-    if len(announcement.unfit) > LINE_SIZE_MAX or not announcement.unfit.isprintable():
-        raise ApiError(400, f"unfit must be one printable line of at most {LINE_SIZE_MAX} characters")
-    if not 0 < announcement.max_requests < NUMBER_END:
-        raise ApiError(400, "max_requests must be at least 1")
-    if not 0 < announcement.engines < NUMBER_END:
-        raise ApiError(400, "engines must be at least 1")
-    if not 0 <= announcement.kv_tokens < NUMBER_END:
-        raise ApiError(400, "kv_tokens must be at least 0")
-    if announcement.engine is not None:
-        engine = announcement.engine
-        counts = (engine.running, engine.waiting, engine.preemptions, engine.tokens)
-        if not (all(0 <= count < NUMBER_END for count in counts) and 0.0 <= engine.kv_usage <= 1.0):
-            raise ApiError(400, "engine: counts must be at least 0, and kv_usage in [0, 1]")
-    numbers = [*announcement.join_s.values()]
-    if announcement.stages is not None:
-        numbers += [announcement.stages.fetch_s, announcement.stages.load_s, announcement.stages.fetched_bytes]
-    if not all(0 <= number < NUMBER_END for number in numbers):
-        raise ApiError(400, "stages and join_s must be at least 0")
+    _check_line("unfit", announcement.unfit)
+    _check_counts(1, max_requests=announcement.max_requests, engines=announcement.engines)
+    _check_counts(0, kv_tokens=announcement.kv_tokens)
+    _check_counts(0, **announcement.join_s)
+    if (engine := announcement.engine) is not None:
+        _check_counts(0, running=engine.running, waiting=engine.waiting, tokens=engine.tokens)
+        _check_counts(0, preemptions=engine.preemptions)
+        if not 0.0 <= engine.kv_usage <= 1.0:
+            raise ApiError(400, f"kv_usage must be in [0, 1], not {engine.kv_usage}")
+    if (stages := announcement.stages) is not None:
+        _check_counts(0, fetch_s=stages.fetch_s, load_s=stages.load_s, fetched_bytes=stages.fetched_bytes)
     if len(announcement.join_s) > PARTS_MAX:
         raise ApiError(400, f"join_s may have at most {PARTS_MAX} parts")
     if announcement.stage is not None:
@@ -208,10 +205,19 @@ def check_announce(announcement: Announce) -> None:
 
 def check_stage(stage: Stage) -> None:
     """Raise ApiError for an invalid stage."""
-    if len(stage.name) > LINE_SIZE_MAX or not stage.name.isprintable():
-        raise ApiError(400, f"a stage's name must be one printable line of at most {LINE_SIZE_MAX} characters")
-    if not (0 <= stage.done_bytes < NUMBER_END and 0 <= stage.total_bytes < NUMBER_END):
-        raise ApiError(400, "done_bytes and total_bytes must be at least 0")
+    _check_line("name", stage.name)
+    _check_counts(0, done_bytes=stage.done_bytes, total_bytes=stage.total_bytes)
+
+
+def _check_line(name: str, text: str) -> None:
+    if len(text) > LINE_SIZE_MAX or not text.isprintable():
+        raise ApiError(400, f"{name} must be one printable line of at most {LINE_SIZE_MAX} characters")
+
+
+def _check_counts(least: int, /, **counts: float) -> None:
+    for name, count in counts.items():
+        if not least <= count < NUMBER_END:
+            raise ApiError(400, f"{_shown(name)} must be at least {least} and below 2**63, not {count}")
 
 
 def _check_address(address: str) -> None:
@@ -239,11 +245,8 @@ def check_session(session: OpenSession) -> None:
         msgspec.msgpack.encode(session.sampling)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ApiError(400, f"sampling cannot be recorded: {error}") from error
-    if not 0 <= session.seed < SEED_END:
-        raise ApiError(400, f"seed must be in [0, 2**63), not {session.seed}")
-    for name, value in (("turns_max", session.turns_max), ("tokens_max", session.tokens_max)):
-        if not 0 < value < NUMBER_END:
-            raise ApiError(400, f"{name} must be at least 1")
+    _check_counts(0, seed=session.seed)
+    _check_counts(1, turns_max=session.turns_max, tokens_max=session.tokens_max)
 
 
 def _check_policy(policy: PolicyRef) -> None:

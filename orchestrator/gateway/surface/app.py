@@ -14,25 +14,23 @@ import msgspec
 from aiohttp import hdrs, web
 
 from grpo_orch.checkpoint.security import identity
-from grpo_orch.orchestrator.gateway.job import QueueFull
+from grpo_orch.orchestrator.gateway.job import QueueFull, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
 from grpo_orch.orchestrator.gateway.surface.chat import Translator
-from grpo_orch.orchestrator.gateway.surface.describe import describe
 from grpo_orch.orchestrator.gateway.surface.metrics import CONTENT_TYPE, Metrics
 from grpo_orch.orchestrator.gateway.surface.openai import OpenAI, error_document
 from grpo_orch.orchestrator.gateway.surface.orphaned_requests import OrphanedRequests
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.gateway_status import GatewayStatus
+from grpo_orch.policies.serving.gateway_status import GatewayStatus, describe
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.sessions import HEADER_SESSION, SESSIONS, OpenSession, training_trace
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, Announce, AnnounceReply
+from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, SESSIONS, Announce, AnnounceReply, OpenSession
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)
@@ -79,8 +77,12 @@ class Gateway:
                 web.post(ROLLOUTS, self._rollouts),
                 web.post("/members/{node}", self._announce),
                 web.post(f"{JOINING}/{{node}}", self._update_stage),
-                *MemberHandlers(self.members).routes(),
-                *SessionHandlers(self.sessions).routes(),
+                web.get("/members", self._list),
+                web.delete("/members/{node}", self._remove),
+                web.post("/members/{node}/drain", self._drain),
+                web.put(f"{SESSIONS}/{{session}}", self._open),
+                web.get(f"{SESSIONS}/{{session}}", self._trace),
+                web.delete(f"{SESSIONS}/{{session}}", self._drop),
                 *OpenAI(
                     self.members,
                     self.completer,
@@ -100,12 +102,10 @@ class Gateway:
             boot_id=self.boot_id,
             policy=None if wanted is None else wanted.label,
             members=members,
-            requests_waiting=self.members.waiting.count,
+            requests_waiting=self.members.places.waiting.count,
             tokens_delivered=self.ledger.delivered,
             tokens_discarded=self.ledger.discarded,
             handovers=self.ledger.handovers,
-            tokens_saved=self.ledger.saved,
-            tokens_replayed=self.ledger.replayed,
             changes=self.members.changes,
             versions=self.members.versions,
             up_s=now_s - self._started_at_s,
@@ -133,6 +133,10 @@ class Gateway:
             return await handler(request)
         except ApiError as error:
             return _refusal(request, error)
+        except RequestRefused as error:
+            return _refusal(request, ApiError(error.status, str(error)))
+        except QueueFull as error:
+            return _refusal(request, ApiError(503, str(error)))
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             response = _refusal(request, ApiError(405, f"method not allowed; use {allowed}"))
@@ -152,16 +156,14 @@ class Gateway:
     async def _announce(self, request: web.Request) -> web.Response:
         """Announce a node, from its agent; the answer is the policy to hold."""
         node = node_of(request)
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        announcement = admission.decode(body, _announce, "announcement")
+        announcement = await admission.read_json(request, _announce, "announcement")
         admission.check_announce(announcement)
         return _json(await self.members.announce(node, announcement))
 
     async def _update_stage(self, request: web.Request) -> web.Response:
         """Report a joining node's stage and progress, from its agent; the answer is the policy to fetch."""
         node = node_of(request)
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        stage = admission.decode(body, _stage, "stage")
+        stage = await admission.read_json(request, _stage, "stage")
         admission.check_stage(stage)
         self.members.joining_nodes.update(node, stage, time.monotonic())
         return _json(AnnounceReply(policy=self.members.wanted))
@@ -171,20 +173,56 @@ class Gateway:
 
         With `patience_s` the batch ends after that time without nodes, with the tokens of unfinished requests.
         """
-        try:
-            self.members.waiting.check_capacity()
-        except QueueFull as error:
-            raise ApiError(503, str(error)) from error
+        self.members.places.waiting.check_capacity()
         batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})
         await response.prepare(request)
-        run = BatchRun(batch, prompts, self.members, self.completer, self.ledger, self.orphans)
+        run = BatchRun(batch, prompts, self.members, self.ledger, self.orphans)
         # If the trainer disconnects, this handler is cancelled or its next write fails; both close the iterator.
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
                 await response.write(chunk)
         await response.write_eof()
         return response
+
+    async def _open(self, request: web.Request) -> web.Response:
+        """Open a session with its policy, sampling parameters and limits."""
+        parameters = await admission.read_json(request, _open, "session")
+        admission.check_session(parameters)
+        self.sessions.open(_session_of(request), parameters)
+        return web.Response(status=204)
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        """Return a session's branches: tokens, mask, log-probabilities, turns and messages."""
+        return _json(self.sessions.trace(_session_of(request)))
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        """Close a session; its open requests get 404."""
+        self.sessions.drop(_session_of(request))
+        return web.Response(status=204)
+
+    async def _list(self, _: web.Request) -> web.Response:
+        """Return the wanted policy, and each member with its state and last change."""
+        members, policy = self.members, self.members.wanted
+        wanted = None if policy is None else policy.label
+        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""
+        self.members.drain(node_of(request))
+        return web.Response(status=204)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
+
+        With `?boot=ID`, as its agent sends it, only that boot leaves.
+        """
+        node, boot_id = node_of(request), request.query.get("boot")
+        if boot_id is not None:
+            self.members.leave(node, admission.name_of("boot", boot_id))
+        elif not self.members.remove(node):
+            raise ApiError(404, f"{node} is not a member")
+        return web.Response(status=204)
 
 
 def _refusal(request: web.Request, error: ApiError) -> web.Response:
@@ -203,83 +241,8 @@ async def _hide_server(_: web.Request, response: web.StreamResponse) -> None:
     response.headers.pop(hdrs.SERVER, None)
 
 
-class SessionHandlers:
-    """Open, read and drop sessions, for the trainer whose agents use them."""
-
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the paths and their handlers."""
-        path = f"{SESSIONS}/{{session}}"
-        return [web.put(path, self._open), web.get(path, self._trace), web.delete(path, self._drop)]
-
-    async def _open(self, request: web.Request) -> web.Response:
-        """Open a session with its policy, sampling parameters and limits."""
-        body = await admission.read(request, admission.ANNOUNCE_SIZE_MAX)
-        parameters = admission.decode(body, _open, "session")
-        admission.check_session(parameters)
-        self._sessions.open(_session_of(request), parameters)
-        return web.Response(status=204)
-
-    async def _trace(self, request: web.Request) -> web.Response:
-        """Return a session's branches; with `?form=openenv`, as OpenEnv's `TrainingTrace`."""
-        trace, form = self._sessions.trace(_session_of(request)), request.query.get("form")
-        if form not in (None, "openenv"):
-            raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
-        return _json(trace if form is None else training_trace(trace))
-
-    async def _drop(self, request: web.Request) -> web.Response:
-        """Close a session; its open requests get 404."""
-        self._sessions.drop(_session_of(request))
-        return web.Response(status=204)
-
-
 def _session_of(request: web.Request) -> str:
-    return admission.name_of(HEADER_SESSION, request.match_info["session"])
-
-
-class MemberHandlers:
-    """List, drain and remove members, and list membership changes, for operators."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the paths and their handlers."""
-        return [
-            web.get("/members", self._list),
-            web.get("/events", self._events),
-            web.delete("/members/{node}", self._remove),
-            web.post("/members/{node}/drain", self._drain),
-        ]
-
-    async def _list(self, _: web.Request) -> web.Response:
-        """Return the wanted policy, and each member with its state and last change."""
-        members, policy = self._members, self._members.wanted
-        wanted = None if policy is None else policy.label
-        return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
-
-    async def _events(self, _: web.Request) -> web.Response:
-        """Return the last 64 membership changes with their reasons."""
-        return _json({"changes": self._members.changes})
-
-    async def _drain(self, request: web.Request) -> web.Response:
-        """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""
-        self._members.drain(node_of(request))
-        return web.Response(status=204)
-
-    async def _remove(self, request: web.Request) -> web.Response:
-        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
-
-        With `?boot=ID`, as its agent sends it, only that boot leaves.
-        """
-        node, boot_id = node_of(request), request.query.get("boot")
-        if boot_id is not None:
-            self._members.leave(node, admission.name_of("boot", boot_id))
-        elif not self._members.remove(node):
-            raise ApiError(404, f"{node} is not a member")
-        return web.Response(status=204)
+    return admission.name_of("session", request.match_info["session"])
 
 
 def node_of(request: web.Request) -> str:

@@ -16,20 +16,19 @@ import msgspec
 import structlog
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
-from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
+from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import Prompt
 from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     CHUNK_REQUESTS,
     BatchRequest,
     OrphanedRequests,
-    begin,
     cancel,
     group_of,
     job_of,
     key_of,
 )
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
@@ -46,7 +45,6 @@ class BatchRun:
         batch: the batch, without its prompts.
         prompts: the prompts.
         members: the gateway's.
-        completer: completes the jobs.
         ledger: the gateway's counts; this batch reports and clears `unreported_discards`.
         orphans: requests that earlier batches left.
     """
@@ -56,17 +54,15 @@ class BatchRun:
         batch: Batch,
         prompts: list[Prompt],
         members: Members,
-        completer: Completer,
         ledger: Ledger,
         orphans: OrphanedRequests,
     ) -> None:
         self._batch = batch
         self._policy = batch.policy.label
         self._members = members
-        self._completer = completer
         self._ledger = ledger
         self._prompts = prompts
-        self._count = self._open = sum(len(prompt.samples) for prompt in prompts)
+        self._count = sum(len(prompt.samples) for prompt in prompts)
         self._orphans = orphans
         self._resumed_tokens = 0
         self._busy_elsewhere = 0  # times that no member served this policy while some finished another one
@@ -85,7 +81,7 @@ class BatchRun:
         After `patience_s` without a usable member, the partial completions come before `end`. Closing the iterator
         early leaves the requests for the next trainer that makes the same ones.
         """
-        self._members.want(self._batch.policy, self._count, self._batch.recovery)
+        self._members.want(self._batch.policy, 0, self._batch.recovery)
         self._orphans.expire_superseded(self._policy)
         starting = asyncio.ensure_future(self._start())
         starting.add_done_callback(self._report_failure)
@@ -129,20 +125,12 @@ class BatchRun:
             starting.cancel()
             self._is_closed = True
             if self._is_complete or has_failed:
-                self._finish(self._open)
                 if has_failed:
                     self._abandon()
                 self._orphans.keep(self._batch, [request for request in self._requests if request.task.done()])
                 await cancel(self._requests)
             else:
                 self._orphan()
-
-    def _finish(self, requests: int) -> None:
-        """Remove finished requests from the policy's demand."""
-        finished = min(requests, self._open)
-        self._open -= finished
-        if finished:
-            self._members.finish(self._policy, finished)
 
     async def _next(self, timeout_s: float) -> list[BatchLine]:
         """Return the available lines, waiting up to `timeout_s` for the first."""
@@ -170,12 +158,12 @@ class BatchRun:
 
     def _begin(self, prompt: array[int], sample: Sample, group: int, size: int) -> BatchRequest:
         key = key_of(self._batch, self._sampling, group, sample.seed)
-        if (orphan := self._orphans.take(key)) is not None:
-            self._resumed_tokens += len(orphan.job.token_ids)
-            orphan.job.prompt_token_ids = orphan.job.body["prompt"] = prompt  # the old array will be emptied
-            return orphan
-        job = job_of(self._batch, prompt, group, sample.seed, size)
-        return begin(self._completer, key, job)
+        request = self._orphans.take(key)
+        if request is None:
+            return self._orphans.begin(self._batch, key, job_of(self._batch, prompt, group, sample.seed, size))
+        self._resumed_tokens += len(request.job.token_ids)
+        request.job.prompt_token_ids = request.job.body["prompt"] = prompt  # the old array will be emptied
+        return request
 
     def _done(self, index: int, request: BatchRequest, task: asyncio.Future[Finished]) -> None:
         """Add a finished request's line to the answer."""
@@ -190,18 +178,17 @@ class BatchRun:
         samples = (sample for prompt in self._prompts for sample in prompt.samples)
         started = zip(samples, self._requests, strict=False)
         return [
-            BatchLine(cut=_partial(sample.index, request.job))
+            BatchLine(cut=_completion(sample.index, request.job, CUT))
             for sample, request in started
             if request.job.token_ids and not request.task.done()
         ]
 
     def _emit(self, line: BatchLine) -> None:
-        self._finish(int(line.completion is not None))  # before the trainer reads the line
         self._lines.append(line)
         self._news.set()
 
     def _serving(self) -> int:
-        return len(self._members.serving(self._policy))
+        return len(self._members.table.serving(self._policy))
 
     def _tokens(self) -> int:
         return sum(len(request.job.token_ids) for request in self._requests)
@@ -221,7 +208,7 @@ class BatchRun:
         failures = (request.job.last_failure for request in self._requests)
         failure = next((f"; last failure: {failure}" for failure in failures if failure), "")
         if not self._serving():
-            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.members)
+            members = ", ".join(f"{row.node} {_holds(row)}" for row in self._members.table.members)
             return f"no node served policy {policy} {within}; {members or 'the fleet is empty'}{failure}"
         return f"no token of policy {policy} arrived {within}{failure}"
 
@@ -246,7 +233,6 @@ class BatchRun:
         """Keep the requests running, because the trainer has disconnected."""
         self._carry_discards()
         running = sum(not request.task.done() for request in self._requests)
-        self._finish(self._open - running)
         self._orphans.keep(self._batch, self._requests)
         log.warning("batch_orphaned", policy=self._policy, tokens=self._tokens(), running=running)
 
@@ -261,30 +247,13 @@ def _line(index: int, job: Job, task: asyncio.Future[Finished]) -> BatchLine:
     match task.exception():
         case None:
             got = task.result()
-            completion = Completion(
-                index=index,
-                token_ids=got.token_ids,
-                logprobs=got.logprobs,
-                finish_reason=got.finish_reason,
-                policy=got.policy,
-                node=got.node,
-                handed_over=job.handed_over,
-            )
-            return BatchLine(completion=completion)
+            return BatchLine(completion=_completion(index, job, got.finish_reason, got.node))
         case WeightsRefused() as error:
             return BatchLine(error=f"request {index}: {error}")
         case RequestRefused() as error:
-            refused = Completion(
-                index=index,
-                token_ids=[],
-                logprobs=[],
-                finish_reason=REFUSED,
-                policy=job.policy,
-                node=", ".join(sorted(job.refused_by)),
-                refused=str(error),
-                limit_tokens=error.limit_tokens,
-            )
-            return BatchLine(completion=refused)
+            nodes = ", ".join(sorted(job.refused_by))
+            limit = error.limit_tokens
+            return BatchLine(completion=Completion(index, [], [], REFUSED, job.policy, nodes, str(error), limit))
         case error:
             return _failed(error)
 
@@ -294,8 +263,9 @@ def _failed(error: BaseException) -> BatchLine:
     return BatchLine(error=f"internal error of the gateway: {error!r}")
 
 
-def _partial(index: int, job: Job) -> Completion:
-    return Completion(index, job.token_ids, job.logprobs, CUT, job.policy, "", handed_over=job.handed_over)
+def _completion(index: int, job: Job, finish_reason: str, node: str = "") -> Completion:
+    handed_over = job.handed_over
+    return Completion(index, job.token_ids, job.logprobs, finish_reason, job.policy, node, handed_over=handed_over)
 
 
 def _holds(row: Member) -> str:

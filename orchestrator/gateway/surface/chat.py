@@ -14,11 +14,10 @@ import msgspec
 import structlog
 
 from grpo_orch.orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
-from grpo_orch.orchestrator.gateway.nodes.attempt import NodeFailed
-from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE
+from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE, EngineError, NodeFailed, Token
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
-from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, Token
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.policies.serving.wire import DERENDER, MODEL, RENDER
 
 INVALID_RESPONSES_MAX = 5  # from any members; another version of vLLM would never send a valid one
@@ -63,12 +62,8 @@ class _Derendered(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
 class _Errors(msgspec.Struct):
-    error: _Error
+    error: EngineError
 
 
 _rendered, _derendered = msgspec.json.Decoder(_Rendered), msgspec.json.Decoder(_Derendered)

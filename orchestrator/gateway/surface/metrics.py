@@ -5,22 +5,19 @@ Counts are read from the gateway's own state on each scrape; only the histograms
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from grpo_orch.orchestrator.gateway.job import Finished
-from grpo_orch.orchestrator.gateway.nodes.attempt import HandoverReason
+from grpo_orch.orchestrator.gateway.nodes.upstream import HandoverReason
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.surface.describe import state_of
-from grpo_orch.policies.serving.gateway_status import MemberStatus
+from grpo_orch.policies.serving.gateway_status import MemberStatus, state_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -28,20 +25,26 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
-class Metrics:
+class Metrics(Collector):
     """One gateway's metrics."""
 
     def __init__(self, members: Members, ledger: Ledger) -> None:
+        self._members = members
+        self._ledger = ledger
         self.answers: Counter[tuple[str, int]] = Counter()  # by route and status
-        self._first_token = _Histogram(
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        self._first_token = self._histogram(
             "first_token_seconds", "Time to the first token of a completion", _FIRST_TOKEN_S
         )
-        self._token = _Histogram("token_seconds", "Mean time of a token after the first, per completion", _TOKEN_S)
-        self._request = _Histogram("request_seconds", "Time to the end of a completion", _REQUEST_S)
-        histograms = (self._first_token, self._token, self._request)
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_Collector(members, ledger, self.answers, histograms))
+        self._token = self._histogram(
+            "token_seconds", "Mean time of a token after the first, per completion", _TOKEN_S
+        )
+        self._request = self._histogram("request_seconds", "Time to the end of a completion", _REQUEST_S)
         ProcessCollector(namespace="grpo_gateway", registry=self.registry)
+
+    def _histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"grpo_gateway_{name}", documentation, buckets=bounds, registry=self.registry)
 
     def observe(self, finished: Finished) -> None:
         """Add a completion to the histograms."""
@@ -54,50 +57,14 @@ class Metrics:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-
-class _Histogram:
-    """A histogram without a lock, several times as fast as the library's."""
-
-    def __init__(self, name: str, documentation: str, bounds: tuple[float, ...]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def family(self) -> HistogramMetricFamily:
-        names = (*map(str, self._bounds), "+Inf")
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(
-            f"grpo_gateway_{self._name}", self._documentation, buckets=buckets, sum_value=self._sum
-        )
-
-
-class _Collector(Collector):
-    def __init__(
-        self,
-        members: Members,
-        ledger: Ledger,
-        answers: Counter[tuple[str, int]],
-        histograms: Iterable[_Histogram],
-    ) -> None:
-        self._members = members
-        self._ledger = ledger
-        self._answers = answers
-        self._histograms = histograms
-
     def collect(self) -> Iterable[Metric]:
         members, ledger = self._members, self._ledger
         statuses = members.status()
         yield self._by_state(statuses)
         running = sum(member.requests_running for member in statuses)
         yield _gauge("requests_running", "Requests running on members, one per completion", running)
-        yield _gauge("requests_waiting", "Requests waiting for a member", members.waiting.count)
-        yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.waiting.size_bytes)
+        yield _gauge("requests_waiting", "Requests waiting for a member", members.places.waiting.count)
+        yield _gauge("waiting_bytes", "Size of the waiting requests' prompts", members.places.waiting.size_bytes)
         requests = CounterMetricFamily(
             "grpo_gateway_requests", "Completed requests: finished, or refused by vLLM", labels=["outcome"]
         )
@@ -119,11 +86,9 @@ class _Collector(Collector):
         answers = CounterMetricFamily(
             "grpo_gateway_http_answers", "HTTP answers by route and status", labels=["route", "status"]
         )
-        for (route, status), count in self._answers.items():
+        for (route, status), count in self.answers.items():
             answers.add_metric([route, str(status)], count)
         yield answers
-        for histogram in self._histograms:
-            yield histogram.family()
 
     def _newest_policy(self) -> Iterable[Metric]:
         """Yield the metrics of the newest policy that a member holds."""

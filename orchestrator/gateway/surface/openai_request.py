@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from grpo_orch.orchestrator.gateway.job import Job
+from grpo_orch.orchestrator.gateway.nodes.upstream import Token
 from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import SEED_END, ApiError
 from grpo_orch.policies.serving.wire import HEADER_POLICY, MODEL
@@ -18,7 +19,6 @@ CHOICES_MAX = 1024  # per request: its prompts times `n`
 LIMIT_DEFAULT = 16  # tokens of a completion, as in OpenAI and vLLM
 BYTES_PER_TOKEN = 4  # estimate for text, whose tokens only a node can count
 
-Token: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 # With these vLLM answers in formats that are not supported here, or from more than one completion.
 _UNSUPPORTED = (
@@ -116,12 +116,34 @@ class ClientRequest:
     """A client's request. `jobs` are in the order of their choices, `n` per prompt."""
 
     jobs: list[Job]
-    n: int
-    chat: Chat | None
-    stream: bool
-    include_usage: bool  # at the end of a stream
-    has_logprobs: bool
-    include_token_ids: bool
+    parameters: _Completion | _Chat
+    chat: Chat | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of choices per prompt."""
+        return self.parameters.n or 1
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return bool(self.parameters.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        options = self.parameters.stream_options
+        return options is not None and bool(options.include_usage)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities. 0 requests those of the generated tokens alone."""
+        return self.parameters.logprobs is not None and self.parameters.logprobs is not False
+
+    @property
+    def include_token_ids(self) -> bool:
+        """Whether the answer has token ids."""
+        return bool(self.parameters.return_token_ids)
 
 
 def read_completion(body: bytes | bytearray, policy: str) -> ClientRequest:
@@ -129,8 +151,7 @@ def read_completion(body: bytes | bytearray, policy: str) -> ClientRequest:
     parameters = admission.decode(body, _completion, "completion request")
     sampling = _vllm_parameters(body, parameters, (*_UNSUPPORTED, "tool_choice", "tools"))
     sampling["max_tokens"] = parameters.max_completion_tokens or parameters.max_tokens or LIMIT_DEFAULT
-    prompts = [{"prompt": prompt} for prompt in _prompts(parameters.prompt)]
-    return _client_request(parameters, sampling, prompts, policy, parameters.logprobs is not None)
+    return ClientRequest(_jobs(parameters, sampling, _prompts(parameters.prompt), policy), parameters)
 
 
 def read_chat(body: bytes | bytearray) -> Chat:
@@ -154,21 +175,7 @@ def read_chat(body: bytes | bytearray) -> Chat:
 
 def from_chat(chat: Chat, prompt: list[int], sampling: dict[str, Any], policy: str) -> ClientRequest:
     """Return the request of a chat whose prompt is known. `sampling` includes the limit. Raises ApiError."""
-    prompts = [{"prompt": prompt}]
-    return _client_request(chat.parameters, sampling, prompts, policy, bool(chat.parameters.logprobs), chat)
-
-
-def from_turn(chat: Chat, job: Job) -> ClientRequest:
-    """Return the request of a finished turn."""
-    return ClientRequest(
-        [job],
-        1,
-        chat,
-        bool(chat.parameters.stream),
-        _wants_usage(chat.parameters),
-        bool(chat.parameters.logprobs),
-        _wants_token_ids(chat.parameters),
-    )
+    return ClientRequest(_jobs(chat.parameters, sampling, [prompt], policy), chat.parameters, chat)
 
 
 def check_turn(chat: Chat) -> None:
@@ -185,14 +192,6 @@ def check_turn(chat: Chat) -> None:
         msgspec.msgpack.encode(chat.document["messages"])
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ApiError(400, f"the messages cannot be recorded: {error}", "messages") from error
-
-
-def _wants_usage(parameters: _Common) -> bool:
-    return parameters.stream_options is not None and bool(parameters.stream_options.include_usage)
-
-
-def _wants_token_ids(parameters: _Common) -> bool:
-    return bool(parameters.return_token_ids)
 
 
 def _vllm_parameters(body: bytes | bytearray, parameters: _Common, unsupported: Sequence[str]) -> dict[str, Any]:
@@ -213,32 +212,23 @@ def _vllm_parameters(body: bytes | bytearray, parameters: _Common, unsupported: 
     return document
 
 
-def _prompts(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[int | str | list[int]]) -> Sequence[str | list[int]]:
     """Return the prompts of a request, which has one or several, each text or token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [item for item in prompt if isinstance(item, int)]
-    texts = [item for item in prompt if isinstance(item, str)]
-    lists = [item for item in prompt if isinstance(item, list)]
-    if not prompt or (lists and not all(lists)):
+    if not prompt or [] in prompt:
         raise ApiError(400, "the prompt is empty", "prompt")
-    if len(ids) == len(prompt):
-        return [ids]
-    if len(texts) == len(prompt):
-        return [*texts]
-    if len(lists) == len(prompt):
-        return [*lists]
-    raise ApiError(400, "the prompt mixes text and token ids", "prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    others = [item for item in prompt if not isinstance(item, int)]
+    if len({type(item) for item in prompt}) > 1:
+        raise ApiError(400, "the prompt mixes text and token ids", "prompt")
+    return others or [ids]
 
 
-def _client_request(
-    parameters: _Common,
-    sampling: dict[str, Any],
-    prompts: list[dict[str, Any]],
-    policy: str,
-    has_logprobs: bool,
-    chat: Chat | None = None,
-) -> ClientRequest:
+def _jobs(
+    parameters: _Common, sampling: dict[str, Any], prompts: Sequence[str | list[int]], policy: str
+) -> list[Job]:
+    """Return a job for each choice of each prompt. Raises ApiError."""
     n, seed = parameters.n or 1, secrets.randbits(62) if parameters.seed is None else parameters.seed
     if n * len(prompts) > CHOICES_MAX:
         raise ApiError(400, f"{n} choices for {len(prompts)} prompts exceed the limit of {CHOICES_MAX}", "n")
@@ -246,10 +236,12 @@ def _client_request(
         raise ApiError(400, "seed + n must be at most 2**63", "seed")
     jobs: list[Job] = []
     for prompt in prompts:
-        group, tokens, ids = _prompt_facts(prompt)
+        ids = None if isinstance(prompt, str) else prompt
+        tokens = 1 + len(prompt.encode()) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+        group = hash(prompt if ids is None else tuple(ids))
         jobs += [
             Job(
-                body={**sampling, **prompt, "seed": seed + i},
+                body={**sampling, "prompt": prompt, "seed": seed + i},
                 policy=policy,
                 group=group,
                 prompt_tokens=tokens,
@@ -258,21 +250,4 @@ def _client_request(
             )
             for i in range(n)
         ]
-    return ClientRequest(
-        jobs=jobs,
-        n=n,
-        chat=chat,
-        stream=bool(parameters.stream),
-        include_usage=_wants_usage(parameters),
-        has_logprobs=has_logprobs,
-        include_token_ids=_wants_token_ids(parameters),
-    )
-
-
-def _prompt_facts(prompt: dict[str, Any]) -> tuple[Hashable, int, list[int] | None]:
-    """Return a prompt's group, its number of tokens or an estimate, and its token ids if known."""
-    content = prompt.get("prompt")
-    if isinstance(content, list):
-        return hash(tuple(content)), len(content), content
-    text = content.encode() if isinstance(content, str) else msgspec.json.encode(prompt)
-    return hash(text), 1 + len(text) // BYTES_PER_TOKEN, None
+    return jobs

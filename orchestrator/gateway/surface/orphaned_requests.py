@@ -42,19 +42,6 @@ class BatchRequest:
     delivered: bool = False  # its whole completion, to some trainer
 
 
-def begin(completer: Completer, key: Hashable, job: Job) -> BatchRequest:
-    """Start completing a job. Its error goes to its trainer, if it has one by then."""
-    task = asyncio.ensure_future(completer.complete(job))
-    task.add_done_callback(_retrieve_exception)
-    return BatchRequest(key, job, task)
-
-
-def _retrieve_exception(task: asyncio.Future[Finished]) -> None:
-    """Keep asyncio from logging the exception of an orphaned request."""
-    if not task.cancelled():
-        task.exception()
-
-
 def key_of(batch: Batch, sampling: bytes, group: int, seed: int) -> Hashable:
     """Return the identity of a request; `sampling` is the batch's, encoded, and `group` identifies the prompt."""
     return batch.policy.label, sampling, batch.recovery, group, seed
@@ -100,7 +87,6 @@ class OrphanedBatch:
 
     batch: Batch
     requests: dict[Hashable, BatchRequest]
-    open: set[BatchRequest]  # counted in the policy's demand; a task is done shortly before its callbacks run
     timer: asyncio.TimerHandle | None = None
 
 
@@ -120,20 +106,31 @@ class OrphanedRequests:
         self.batches: list[OrphanedBatch] = []
         self._ending: set[asyncio.Task[None]] = set()
 
+    def begin(self, batch: Batch, key: Hashable, job: Job) -> BatchRequest:
+        """Start completing a job of a batch, counted in its policy's demand while it runs.
+
+        Its error goes to its trainer, if it has one by then.
+        """
+        self._members.want(batch.policy, 1, batch.recovery)
+        task = asyncio.ensure_future(self._completer.complete(job))
+        task.add_done_callback(partial(self._ended, job.policy))
+        return BatchRequest(key, job, task)
+
+    def _ended(self, policy: str, task: asyncio.Future[Finished]) -> None:
+        if not task.cancelled():
+            task.exception()  # keeps asyncio from logging that of an orphaned request
+        self._members.finish(policy, 1)
+
     def keep(self, batch: Batch, requests: list[BatchRequest]) -> None:
-        """Keep these requests. The caller has counted the running ones in the policy's demand."""
-        running = {request for request in requests if not request.task.done()}
-        orphaned = OrphanedBatch(batch, {request.key: request for request in requests}, running)
-        for request in running:
-            request.task.add_done_callback(partial(self._done, orphaned, request))
+        """Keep these requests, of which some still run."""
+        orphaned = OrphanedBatch(batch, {request.key: request for request in requests})
         self.batches.append(orphaned)
         self._end_after(orphaned, self.ttl_s)
 
     def take(self, key: Hashable) -> BatchRequest | None:
-        """Remove and return a request; the caller counts it in the demand."""
+        """Remove and return a request."""
         for orphaned in self.batches:
             if (request := orphaned.requests.pop(key, None)) is not None:
-                self._finish(orphaned, {request})
                 if request.task.done() and request.task.exception() is not None:
                     return None  # try again instead of returning an old error
                 return request
@@ -180,7 +177,7 @@ class OrphanedRequests:
             batch = saved_requests[0].batch
             requests = [self._resume(request) for request in saved_requests]
             running = sum(not request.task.done() for request in requests)
-            self._members.want(batch.policy, running, batch.recovery)
+            self._members.want(batch.policy, 0, batch.recovery)
             self.keep(batch, requests)
             tokens = sum(len(request.job.token_ids) for request in requests)
             log.info("batch_resumed", policy=batch.policy.label, tokens=tokens, running=running)
@@ -189,19 +186,15 @@ class OrphanedRequests:
         prompt = array("I", saved.prompt_token_ids)
         group = group_of(prompt)
         job = job_of(saved.batch, prompt, group, saved.seed, prompt.itemsize * len(prompt))
-        job.token_ids, job.logprobs, job.handed_over = saved.token_ids, saved.logprobs, saved.handed_over
+        job.handed_over = saved.handed_over
         key = key_of(saved.batch, msgspec.json.encode(saved.batch.sampling), group, saved.seed)
-        loop = asyncio.get_running_loop()
         if saved.finish_reason:
-            task: asyncio.Future[Finished] = loop.create_future()
-            task.set_result(_finished(job, saved))
+            job.token_ids, job.logprobs = saved.token_ids, saved.logprobs
+            task: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+            task.set_result(Finished(job, saved.finish_reason, None, saved.node))
             return BatchRequest(key, job, task, saved.delivered)
-        if job.can_continue():
-            job.first_token_at_s = loop.time()
-        else:
-            job.discarded = job.start_over()
-            self._ledger.discarded += job.discarded
-        return begin(self._completer, key, job)
+        self._completer.restore(job, saved.token_ids, saved.logprobs)
+        return self.begin(saved.batch, key, job)
 
     def _end_after(self, orphaned: OrphanedBatch, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -226,19 +219,9 @@ class OrphanedRequests:
         self._ledger.unreported_discards += tokens
         if tokens:
             log.warning("batch_expired", policy=orphaned.batch.policy.label, tokens=tokens)
-        self._finish(orphaned, set(requests))
         ending = asyncio.ensure_future(_cancel_and_empty(requests))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
-
-    def _done(self, orphaned: OrphanedBatch, request: BatchRequest, _: asyncio.Future[Finished]) -> None:
-        self._finish(orphaned, {request})
-
-    def _finish(self, orphaned: OrphanedBatch, requests: set[BatchRequest]) -> None:
-        """Remove finished or taken requests from the policy's demand."""
-        if counted := orphaned.open & requests:
-            orphaned.open -= counted
-            self._members.finish(orphaned.batch.policy.label, len(counted))
 
 
 async def cancel(requests: list[BatchRequest]) -> None:
@@ -283,19 +266,3 @@ def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
 
 def _version(saved: _SavedRequest) -> PolicyVersion:
     return labelled_version(saved.batch.policy.label)
-
-
-def _finished(job: Job, saved: _SavedRequest) -> Finished:
-    return Finished(
-        token_ids=job.token_ids,
-        logprobs=job.logprobs,
-        finish_reason=saved.finish_reason,
-        stop_reason=None,
-        text=None,
-        prompt_token_ids=job.prompt_token_ids,
-        policy=job.policy,
-        node=saved.node,
-        handovers=0,
-        first_token_s=0.0,
-        took_s=0.0,
-    )

@@ -23,8 +23,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.surface.chat import Answer
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import Handover
+from grpo_orch.policies.serving.wire import Handover, OpenSession
 
 log = structlog.get_logger()
 
@@ -33,13 +32,14 @@ HEAD_SIZE = 4  # before each record: its size
 COMPACT_SIZE = 256 * 1024 * 1024
 
 
+TurnId: TypeAlias = tuple[bytes, int]  # identifies prompt and sampling; counts the turns with the same ones
+
+
 class TurnGenerated(msgspec.Struct, tag=True):
     """A finished turn of `orchestrator.gateway.surface.sessions`."""
 
     session: str
-    opening: bytes
-    key: bytes
-    number: int
+    turn: TurnId
     prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
@@ -53,9 +53,7 @@ class TurnPart(msgspec.Struct, tag=True):
     """Tokens of an unfinished turn, from index `start` on."""
 
     session: str
-    opening: bytes
-    key: bytes
-    number: int
+    turn: TurnId
     start: int
     token_ids: list[int]
     logprobs: list[float]
@@ -65,18 +63,16 @@ class SessionOpened(msgspec.Struct, tag=True):
     """A session was opened, or opened again, which voids the TurnAnswered records so far."""
 
     session: str
-    opening: bytes
     parameters: OpenSession
 
 
 class TurnAnswered(msgspec.Struct, tag=True):
-    """A turn's agent gets its answer. `parent` is the key and number of another turn."""
+    """A turn's agent gets its answer."""
 
     session: str
-    key: bytes
-    number: int
+    turn: TurnId
     request: str
-    parent: tuple[bytes, int] | None
+    parent: TurnId | None
     continues: bool
     messages: list[dict[str, Any]]
     rendered: int
@@ -112,8 +108,8 @@ class SessionLog:
         self._path, self._store, self._timeline = path, store, timeline
         self._file: int | None = None
         self._size = self._compact_size = 0
-        self._open: dict[str, list[bytes]] = {}  # encoded records of each open session, without parts
-        self._parts: dict[str, dict[tuple[bytes, int], list[bytes]]] = {}  # of each session's unfinished turns
+        # Encoded records of each open session: those of a turn's tokens by turn, each other one by a number.
+        self._open: dict[str, dict[TurnId | int, list[bytes]]] = {}
         self._pending: list[tuple[str, bytes]] = []  # session and record, not in the store yet
         self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
@@ -122,7 +118,7 @@ class SessionLog:
     @property
     def session_names(self) -> frozenset[str]:
         """The sessions that have records."""
-        return frozenset(self._open) | frozenset(self._parts)
+        return frozenset(self._open)
 
     def load(self) -> list[Record]:
         """Return the records that earlier gateways made of open sessions, and continue with them."""
@@ -139,8 +135,9 @@ class SessionLog:
             self._note(record, encoded)
         needed = set(map(id, self._needed()))
         self._rewrite()
-        self._pending = [(name, record) for name, session in self._open.items() for record in session]
-        return [record for record, encoded in records if id(encoded) in needed]
+        records = [(record, encoded) for record, encoded in records if id(encoded) in needed]
+        self._pending = [(one.session, encoded) for one, encoded in records if not isinstance(one, TurnPart)]
+        return [record for record, _ in records]
 
     def append(self, record: Record) -> None:
         """Write a record to the file, and to the store later."""
@@ -198,29 +195,24 @@ class SessionLog:
         """Add a record to those that are needed, and drop those that it makes obsolete."""
         name = record.session
         if isinstance(record, SessionOpened):
-            self._open.setdefault(name, []).append(data)
+            self._open.setdefault(name, {})
         elif isinstance(record, SessionClosed):
             self._open.pop(name, None)
-            self._parts.pop(name, None)
             for sessions in self._objects.values():
                 sessions.discard(name)
-        elif name not in self._open:
+        if (session := self._open.get(name)) is None:
             return
-        elif isinstance(record, TurnPart):
-            parts = self._parts.setdefault(name, {}).setdefault((record.key, record.number), [])
-            if record.start == 0:
-                parts.clear()
-            parts.append(data)
+        if isinstance(record, TurnPart) and record.start:
+            session.setdefault(record.turn, []).append(data)
+        elif isinstance(record, TurnPart | TurnGenerated):
+            session[record.turn] = [data]
         else:
-            self._open[name].append(data)
-            if isinstance(record, TurnGenerated):
-                self._parts.get(name, {}).pop((record.key, record.number), None)
+            session[len(session)] = [data]
 
     def _needed(self) -> Iterator[bytes]:
-        for name, records in self._open.items():
-            yield from records
-            for parts in self._parts.get(name, {}).values():
-                yield from parts
+        for session in self._open.values():
+            for records in session.values():
+                yield from records
 
     def _stored(self, *, is_needed: bool) -> list[tuple[Record, bytes]]:
         """Return the records in the store, if they are needed. Their objects are deleted after the next upload."""

@@ -1,6 +1,6 @@
 """Sessions of agents: turns that survive the loss of nodes, gateway and trainer, and become training rows.
 
-`policies.serving.sessions` defines the API. A turn is made once: it continues if its agent disconnects, and an
+`policies.serving.wire` defines the API. A turn is made once: it continues if its agent disconnects, and an
 equal request in the same session gets the recorded turn. Requests are equal if their prompt, as tokens, and their
 sampling parameters are. A turn's seed follows from both, so that a turn that is made again becomes the same.
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 import structlog
 from blake3 import blake3
 
-from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
+from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
@@ -35,9 +35,10 @@ from grpo_orch.orchestrator.gateway.surface.session_log import (
     SessionOpened,
     TurnAnswered,
     TurnGenerated,
+    TurnId,
     TurnPart,
 )
-from grpo_orch.policies.serving.sessions import (
+from grpo_orch.policies.serving.wire import (
     LIMIT_CODE,
     LOST_CODE,
     TURNS_AT_ONCE_MAX,
@@ -45,8 +46,8 @@ from grpo_orch.policies.serving.sessions import (
     OpenSession,
     Trace,
     Turn,
+    labelled_version,
 )
-from grpo_orch.policies.serving.wire import labelled_version
 
 log = structlog.get_logger()
 
@@ -60,10 +61,9 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One turn. `key` identifies its prompt and sampling, `number` counts the turns with the same key."""
+    """One turn."""
 
-    key: bytes
-    number: int
+    id: TurnId
     job: Job
     finished: asyncio.Future[Finished]
     answer: Answer | None = None
@@ -71,7 +71,6 @@ class _Turn:
     continues: bool = False  # its messages are the parent's, the parent's answer, and `messages`
     messages: list[dict[str, Any]] = field(default_factory=list)
     rendered: int = 0  # tokens of its prompt as vLLM rendered it
-    position: int | None = None  # among the answers since the session was opened; None before the answer
     waiters: int = 0  # requests that wait for it
     recorded: int = 0  # tokens recorded while it is unfinished
     recorded_ids: list[int] | None = None  # the job's list at that time; a job that starts over has a new list
@@ -88,70 +87,65 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Session:
+    """A session since it was opened last. Opened again, it is a new one that shares `turns` and `parts`."""
+
     name: str
     opened: OpenSession
-    opening: bytes  # digest of its parameters; a session with other parameters does not share its turns
-    turns: dict[tuple[bytes, int], _Turn] = field(default_factory=dict)  # by key and number
-    request_counts: Counter[bytes] = field(default_factory=Counter)  # by key, since the session was opened
-    # Numbers of turns whose agent disconnected before the answer, by key.
-    unclaimed: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))
+    used_at_s: float  # on the event loop's clock
+    turns: dict[TurnId, _Turn] = field(default_factory=dict)
+    # Recorded token ids and log-probabilities of unfinished turns of an earlier gateway.
+    parts: dict[TurnId, tuple[list[int], list[float]]] = field(default_factory=dict)
+    answered: dict[TurnId, _Turn] = field(default_factory=dict)  # in this order
+    # By a turn's key, for each number: whether a request waits for that turn or got it.
+    claims: defaultdict[bytes, list[bool]] = field(default_factory=lambda: defaultdict(list))
     requests: dict[str, _Turn] = field(default_factory=dict)  # by the names that the agent gave them
-    answered: int = 0
-    open_count: int = 0  # times that it was opened
-    running: int = 0  # open requests of its agent
     history: dict[bytes, _Turn] = field(default_factory=dict)  # by digest of the conversation up to the answer
-    # Recorded token ids and log-probabilities of unfinished turns, by key and number.
-    parts: dict[tuple[bytes, int], tuple[list[int], list[float]]] = field(default_factory=dict)
+    running: int = 0  # open requests of its agent
     limit: str = ""  # the limit that was reached
-    is_open: bool = False  # counted in its policy's demand
-    timer: asyncio.TimerHandle | None = None
+    is_wanted: bool = False  # counted in its policy's demand
 
-    def answered_turns(self) -> list[_Turn]:
-        """Return the turns answered since the session was opened, in that order."""
-        answered = [turn for turn in self.turns.values() if turn.position is not None]
-        return sorted(answered, key=lambda turn: turn.position or 0)
+    def claim(self, turn_id: TurnId) -> None:
+        """Note that a request waits for a turn or got it."""
+        key, number = turn_id
+        claims = self.claims[key]
+        claims += [False] * (number + 1 - len(claims))
+        claims[number] = True
 
-    def reset(self) -> None:
-        """Forget all requests and answers, but keep the turns; called when the session is opened."""
-        self.open_count += 1
-        self.request_counts.clear()
-        self.unclaimed.clear()
-        self.requests.clear()
-        self.history.clear()
-        self.answered, self.limit = 0, ""
-        for turn in self.turns.values():
-            turn.position = None
-
-    def replay_answer(self, record: TurnAnswered) -> None:
-        """Apply an answer that an earlier gateway recorded."""
-        turn = self.turns.get((record.key, record.number))
-        if turn is not None:
-            turn.parent = None if record.parent is None else self.turns.get(record.parent)
-            turn.continues, turn.messages = record.continues, record.messages
-            turn.rendered, turn.answer = record.rendered, record.answer
-            self.add_answer(turn, record.history, record.request)
+    def release(self, turn: _Turn) -> None:
+        """Leave a turn to the next request for it, because its agent disconnected before the answer."""
+        key, number = turn.id
+        if number < len(self.claims[key]):
+            self.claims[key][number] = False
 
     def add_answer(self, turn: _Turn, history: bytes, request_name: str) -> None:
         """Record that the agent gets the turn's answer."""
-        self.history[history] = turn
+        self.claim(turn.id)
+        self.answered[turn.id] = self.history[history] = turn
         if request_name:
             self.requests[request_name] = turn
-        turn.position, self.answered = self.answered, self.answered + 1
 
     def forget(self, turn: _Turn) -> None:
         """Remove a turn that failed, so that the next request for it makes it again."""
-        self.turns.pop((turn.key, turn.number), None)
+        self.turns.pop(turn.id, None)
         self.requests = {name: other for name, other in self.requests.items() if other is not turn}
-        if turn.number < self.request_counts[turn.key]:
-            self.unclaimed[turn.key].add(turn.number)
+        self.release(turn)
 
-    def count_answers(self) -> None:
-        """Restore the request counts from the restored answers."""
-        for turn in self.answered_turns():
-            self.request_counts[turn.key] = max(self.request_counts[turn.key], turn.number + 1)
-        for key, count in self.request_counts.items():
-            numbers = ((number, self.turns.get((key, number))) for number in range(count))
-            self.unclaimed[key] = {number for number, turn in numbers if turn is None or turn.position is None}
+    def tokens_left(self) -> int:
+        """Return how many tokens the next turn may have."""
+        return max(0, self.opened.tokens_max - sum(len(turn.job.token_ids) for turn in self.answered.values()))
+
+    def next_number(self, key: bytes) -> int:
+        """Return the number of the next turn with that key. Raises ApiError if the session has reached a limit."""
+        claims = self.claims[key]
+        if False in claims:
+            return claims.index(False)
+        if sum(map(len, self.claims.values())) >= self.opened.turns_max:
+            self.limit = f"it has made {self.opened.turns_max} requests (turns_max)"
+        elif not self.tokens_left():
+            self.limit = f"its answers have {self.opened.tokens_max} tokens (tokens_max)"
+        else:
+            return len(claims)
+        raise ApiError(400, f"the session has reached its limit: {self.limit}", code=LIMIT_CODE)
 
 
 class Sessions:
@@ -182,7 +176,7 @@ class Sessions:
         self._translator, self._log = translator, session_log
         self.ttl_s, self.policy_held_s, self.part_s = SESSION_TTL_S, POLICY_HELD_S, PART_S
         self._sessions: dict[str, _Session] = {}
-        self._turn_tasks: dict[asyncio.Task[None], tuple[_Session, _Turn]] = {}
+        self._turn_tasks: dict[asyncio.Task[None], tuple[str, _Turn]] = {}  # with the session's name
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -193,24 +187,31 @@ class Sessions:
         return frozenset(self._turn_tasks)
 
     def load(self, timeline: int) -> None:
-        """Restore the sessions that earlier gateways recorded on `timeline`."""
+        """Restore the sessions that earlier gateways recorded on `timeline`.
+
+        Members do not hold a session's policy until an agent uses it, since it may be over.
+        """
         for record in self._log.load():
             self._replay(record)
         for session in list(self._sessions.values()):
             if labelled_version(session.opened.policy.label).timeline != timeline:
                 self._end(session)
-                continue
-            session.count_answers()
-            # Its policy is not held until an agent uses the session, which may be over.
-            self._schedule(session, self.ttl_s, self._expire)
         if self._sessions:
             log.info("sessions_restored", sessions=len(self._sessions))
 
     async def run(self) -> None:
-        """Record the tokens of unfinished turns, forever."""
+        """Record the tokens of unfinished turns, and end unused sessions, forever."""
         while True:
             await asyncio.sleep(self.part_s)
             self.record_parts()
+            now_s = asyncio.get_running_loop().time()
+            for session in list(self._sessions.values()):
+                idle_s = 0.0 if session.running else now_s - session.used_at_s
+                if idle_s > self.ttl_s:
+                    log.warning("session_expired", session=session.name, after_s=self.ttl_s)
+                    self._end(session)
+                elif idle_s > self.policy_held_s:
+                    self._unwant(session)
 
     def close(self) -> None:
         """Record the unfinished turns and close the log."""
@@ -219,33 +220,15 @@ class Sessions:
 
     def open(self, name: str, parameters: OpenSession) -> None:
         """Open a session, or open it again: with the same parameters it keeps its recorded turns."""
-        opening, session = _opening(parameters), self._sessions.get(name)
-        if session is not None and session.opening != opening:
-            self._end(session)
-            session = None
-        if session is None:
-            session = self._sessions[name] = _Session(name, parameters, opening)
-        session.opened = parameters
-        session.reset()
-        self._log.append(SessionOpened(name, opening, parameters))
-        self._touch(session)
-
-    def open_if_new(self, name: str, policy: str | None = None) -> None:
-        """Open a session with the newest policy, unless it is open.
-
-        Args:
-            policy: the label that the agent requires, if any.
-
-        Raises ApiError if the session has another policy, or no policy is available yet.
-        """
-        session = self._sessions.get(name)
-        session_policy = session.opened.policy if session is not None else self._members.wanted
-        if session_policy is None:
-            raise ApiError(503, "no policy is available yet; retry later")
-        if policy not in (None, session_policy.label):
-            raise ApiError(409, f"session {name} uses policy {session_policy.label}, not {policy}")
-        if session is None:
-            self.open(name, OpenSession(session_policy, _seed_of(name.encode()), recovery=self._members.recovery))
+        before = self._sessions.get(name)
+        session = _opened(name, parameters, before)
+        if before is not None and before.turns is not session.turns:
+            self._end(before)
+        self._sessions[name] = session
+        self._log.append(SessionOpened(name, parameters))
+        self._use(session)
+        if before is not None:
+            self._unwant(before)
 
     def drop(self, name: str) -> None:
         """End a session and drop its record. Raises ApiError."""
@@ -258,15 +241,15 @@ class Sessions:
     def trace(self, name: str) -> Trace:
         """Return the turns answered since the session was opened, as branches. Raises ApiError."""
         session = self._get(name)
-        turns = session.answered_turns()
+        turns = session.answered.values()
         parents = {id(turn.parent) for turn in turns}
         included: set[int] = set()
         branches = [_branch(turn, included) for turn in turns if id(turn) not in parents]
         discarded = sum(turn.job.discarded for turn in session.turns.values())
         return Trace(name, session.opened.policy.label, branches, discarded, session.limit)
 
-    async def request(self, name: str, chat: Chat, request_name: str = "") -> tuple[Job, Finished, Answer]:
-        """Return the turn for a chat, made now or recorded before. Raises ApiError.
+    async def request(self, name: str, chat: Chat, request_name: str = "") -> tuple[Finished, Answer]:
+        """Return the turn for a chat, made now or recorded before. Raises ApiError, RequestRefused.
 
         The turn continues if its agent disconnects. Then the next request for the same turn gets it, or the next
         request with the same `request_name`.
@@ -275,44 +258,38 @@ class Sessions:
         if session.running >= TURNS_AT_ONCE_MAX:
             raise ApiError(429, f"the session already has {session.running} open requests; wait for their answers")
         session.running += 1
-        open_count = session.open_count
-        self._touch(session)
+        self._use(session)
         try:
             turn = await self._turn(session, chat, request_name)
             return await self._deliver(session, turn, chat, request_name)
-        except RequestRefused as error:
-            raise ApiError(error.status, str(error)) from error
         except asyncio.CancelledError:
-            self._check_open(session, open_count)
+            self._check_open(session)
             raise
         finally:
             session.running -= 1
-            if self._sessions.get(name) is session:
-                self._touch(session)
+            session.used_at_s = asyncio.get_running_loop().time()
 
     async def _deliver(
         self, session: _Session, turn: _Turn, chat: Chat, request_name: str
-    ) -> tuple[Job, Finished, Answer]:
+    ) -> tuple[Finished, Answer]:
         """Wait for a turn and return it. If the agent disconnects first, the next request for it gets the turn."""
-        open_count = session.open_count
         turn.waiters += 1
         try:
             finished = await asyncio.shield(turn.finished)
             if turn.answer is None or (chat.parameters.logprobs and turn.answer.logprobs is None):
                 turn.answer = await self._answer(turn, chat, finished)
-            self._check_open(session, open_count)
-            if turn.position is None:
+            self._check_open(session)
+            if turn.id not in session.answered:
                 self._record_answer(session, turn, chat, request_name, turn.answer)
         finally:
             turn.waiters -= 1
-            is_unclaimed = not turn.waiters and turn.position is None and session.open_count == open_count
-            if is_unclaimed and session.turns.get((turn.key, turn.number)) is turn:
-                session.unclaimed[turn.key].add(turn.number)
-        return turn.job, finished, turn.answer
+            if not turn.waiters and turn.id not in session.answered and session.turns.get(turn.id) is turn:
+                session.release(turn)
+        return finished, turn.answer
 
-    def _check_open(self, session: _Session, open_count: int) -> None:
+    def _check_open(self, session: _Session) -> None:
         """Raise ApiError if the session was closed or reopened since, when its turns became another agent's."""
-        if self._sessions.get(session.name) is not session or session.open_count != open_count:
+        if self._sessions.get(session.name) is not session:
             raise ApiError(404, f"session {session.name} was closed or reopened", code=LOST_CODE)
 
     def _get(self, name: str) -> _Session:
@@ -323,57 +300,51 @@ class Sessions:
 
     async def _turn(self, session: _Session, chat: Chat, request_name: str) -> _Turn:
         """Return the turn that a chat requests, started if it is new."""
-        open_count = session.open_count
         if request_name not in session.requests:
-            prompt, parent, continues = await self._prompt(session, chat)
-            self._check_open(session, open_count)
+            prompt, ids, parent, continues = await self._prompt(session, chat)
+            self._check_open(session)
         if request_name in session.requests:
             known = session.requests[request_name]
-            session.unclaimed[known.key].discard(known.number)
+            session.claim(known.id)
             return known
         sampling = {**chat.sampling, **prompt.sampling, **session.opened.sampling}
         sampling.pop("max_completion_tokens", None)
-        sampling["max_tokens"] = min(prompt.max_tokens, _tokens_left(session))
+        sampling["max_tokens"] = min(prompt.max_tokens, session.tokens_left())
         if (sampling.get("min_tokens") or 0) > sampling["max_tokens"]:
             sampling["min_tokens"] = sampling["max_tokens"]
-        ids = array("I", prompt.token_ids)
         key = blake3(ids.tobytes() + _encode(sampling)).digest(16)
-        if unclaimed := session.unclaimed[key]:
-            number = min(unclaimed)
-            unclaimed.discard(number)
-        else:
-            _check_limits(session)
-            number = session.request_counts[key]
-        session.request_counts[key] = max(session.request_counts[key], number + 1)
-        turn = session.turns.get((key, number))
+        turn_id = key, session.next_number(key)
+        session.claim(turn_id)
+        turn = session.turns.get(turn_id)
         if turn is None:
-            turn = session.turns[key, number] = self._start_turn(session, key, number, ids, sampling)
+            turn = session.turns[turn_id] = self._start_turn(session, turn_id, ids, sampling)
         turn.parent, turn.continues = parent, continues
         start = len(_conversation(parent)) + 1 if parent is not None and continues else 0
         turn.messages = chat.document["messages"][start:]
-        turn.rendered = prompt.rendered_tokens
+        turn.rendered = len(prompt.token_ids)
         if request_name:
             session.requests[request_name] = turn
         return turn
 
-    async def _prompt(self, session: _Session, chat: Chat) -> tuple[_RecordedPrompt, _Turn | None, bool]:
-        """Return a chat's prompt, the turn whose tokens it continues, and whether its messages continue it."""
+    async def _prompt(self, session: _Session, chat: Chat) -> tuple[Prompt, array[int], _Turn | None, bool]:
+        """Return a chat's prompt as vLLM rendered it and with recorded tokens.
+
+        Also returns the turn whose tokens it continues, and whether its messages continue that turn's.
+        """
         rendered = await self._translator.prompt(chat)
         ids = array("I", rendered.token_ids)
         known = ((count, session.history.get(digest)) for count, digest in reversed(list(_digests(chat))))
-        count, parent = next(
-            ((count, turn) for count, turn in known if turn is not None and turn.position is not None), (0, None)
-        )
+        count, parent = next(((count, turn) for count, turn in known if turn is not None), (0, None))
         if parent is not None:
             recorded = await self._with_recorded_tokens(parent, chat, ids, chat.document["messages"][:count])
             if recorded is not None:
-                return _RecordedPrompt.of(rendered, recorded), parent, True
+                return rendered, recorded, parent, True
         longest, length = None, 0
-        for turn in session.answered_turns():
+        for turn in session.answered.values():
             tokens = turn.tokens()
             if len(tokens) > length and ids[: len(tokens)] == tokens:
                 longest, length = turn, len(tokens)
-        return _RecordedPrompt.of(rendered, ids), longest, False
+        return rendered, ids, longest, False
 
     async def _with_recorded_tokens(
         self, parent: _Turn, chat: Chat, ids: array[int], known: list[dict[str, Any]]
@@ -400,27 +371,22 @@ class Sessions:
         return recorded + ids[ends[-1] + 1 :] if ends else None
 
     def _start_turn(
-        self, session: _Session, key: bytes, number: int, prompt: array[int], sampling: dict[str, Any]
+        self, session: _Session, turn_id: TurnId, prompt: array[int], sampling: dict[str, Any]
     ) -> _Turn:
-        opened = session.opened
-        seed = _seed_of(opened.seed.to_bytes(8, "big") + key + number.to_bytes(8, "big"))
-        job = _job(session, prompt, sampling, seed)
-        part = session.parts.pop((key, number), None)
+        key, number = turn_id
+        seed = blake3(session.opened.seed.to_bytes(8, "big") + key + number.to_bytes(8, "big")).digest(8)
+        job = _job(session, prompt, {**sampling, "seed": int.from_bytes(seed, "big") >> (64 - SEED_BITS)})
+        part = session.parts.pop(turn_id, None)
         if part is not None:
-            job.token_ids, job.logprobs = part
-            if job.can_continue():
-                job.first_token_at_s = asyncio.get_running_loop().time()
-            else:
-                job.discarded = job.start_over()
-                self._ledger.discarded += job.discarded
-        turn = _Turn(key, number, job, asyncio.get_running_loop().create_future())
-        task = asyncio.ensure_future(self._make(session, turn))
-        self._turn_tasks[task] = session, turn
+            self._completer.restore(job, *part)
+        turn = _Turn(turn_id, job, asyncio.get_running_loop().create_future())
+        task = asyncio.ensure_future(self._make(session.name, turn))
+        self._turn_tasks[task] = session.name, turn
         task.add_done_callback(self._forget_task)
         turn.finished.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return turn
 
-    async def _make(self, session: _Session, turn: _Turn) -> None:
+    async def _make(self, name: str, turn: _Turn) -> None:
         try:
             finished = await self._completer.complete(turn.job)
         except asyncio.CancelledError:
@@ -429,7 +395,9 @@ class Sessions:
             raise
         except Exception as error:  # noqa: BLE001  # raised to the waiting requests, and not recorded
             self._ledger.discarded += len(turn.job.token_ids)
-            session.forget(turn)
+            session = self._sessions.get(name)
+            if session is not None and session.turns.get(turn.id) is turn:
+                session.forget(turn)
             if not turn.finished.done():
                 turn.finished.set_exception(error)
                 turn.finished.exception()  # keeps asyncio from logging it if no request waits
@@ -438,13 +406,25 @@ class Sessions:
             self._ledger.discarded += len(finished.token_ids)
             return
         self._ledger.delivered += len(finished.token_ids)
-        self._log.append(_made_record(session, turn, finished))
+        self._log.append(
+            TurnGenerated(
+                name,
+                turn.id,
+                list(turn.prompt),
+                finished.token_ids,
+                finished.logprobs,
+                finished.finish_reason,
+                finished.stop_reason,
+                finished.node,
+                turn.job.handed_over,
+            )
+        )
         turn.finished.set_result(finished)
 
     def _forget_task(self, task: asyncio.Task[None]) -> None:
-        session, _ = self._turn_tasks.pop(task)
-        if session.name not in self._sessions:  # the turn may have got its place while its session ended
-            self._members.end_session(session.name)
+        name, _ = self._turn_tasks.pop(task)
+        if name not in self._sessions:  # the turn may have got its place while its session ended
+            self._members.table.end_session(name)
 
     async def _answer(self, turn: _Turn, chat: Chat, finished: Finished) -> Answer:
         """Return the message of a turn, with tool call ids that follow from the turn."""
@@ -452,7 +432,8 @@ class Sessions:
         calls = answer.message.get("tool_calls")
         if not calls:
             return answer
-        name = blake3(turn.key + turn.number.to_bytes(8, "big")).hexdigest(12)
+        key, number = turn.id
+        name = blake3(key + number.to_bytes(8, "big")).hexdigest(12)
         named = [{**call, "id": f"call_{name}{index:02d}"} for index, call in enumerate(calls)]
         return replace(answer, message={**answer.message, "tool_calls": named})
 
@@ -462,139 +443,91 @@ class Sessions:
         """Record that the agent gets the turn's answer, and the conversation that ends with it."""
         *_, (_, before) = _digests(chat)
         history = _digest_with(before, answer.message)
-        parent = None if turn.parent is None else (turn.parent.key, turn.parent.number)
-        record = TurnAnswered(
-            session.name,
-            turn.key,
-            turn.number,
-            request_name,
-            parent,
-            turn.continues,
-            turn.messages,
-            turn.rendered,
-            history,
-            answer,
+        self._log.append(
+            TurnAnswered(
+                session.name,
+                turn.id,
+                request_name,
+                None if turn.parent is None else turn.parent.id,
+                turn.continues,
+                turn.messages,
+                turn.rendered,
+                history,
+                answer,
+            )
         )
-        self._log.append(record)
         session.add_answer(turn, history, request_name)
 
     def _replay(self, record: Record) -> None:
         """Apply a record of an earlier gateway."""
         session = self._sessions.get(record.session)
         if isinstance(record, SessionOpened):
-            if session is None or session.opening != record.opening:
-                session = _Session(record.session, record.parameters, record.opening)
-                self._sessions[record.session] = session
-            session.opened = record.parameters
-            session.reset()
-        elif session is None:
+            self._sessions[record.session] = _opened(record.session, record.parameters, session)
+        elif session is None or isinstance(record, SessionClosed):
             return
-        elif isinstance(record, TurnAnswered):
-            session.replay_answer(record)
-        elif isinstance(record, TurnPart) and record.opening == session.opening:
-            ids, logprobs = session.parts.setdefault((record.key, record.number), ([], []))
+        elif isinstance(record, TurnGenerated):
+            session.turns.setdefault(record.turn, _restored_turn(session, record))
+        elif isinstance(record, TurnPart):
+            ids, logprobs = session.parts.setdefault(record.turn, ([], []))
             del ids[record.start :], logprobs[record.start :]
             ids += record.token_ids
             logprobs += record.logprobs
-        elif isinstance(record, TurnGenerated) and record.opening == session.opening:
-            session.turns.setdefault((record.key, record.number), _restored_turn(session, record))
+        elif (turn := session.turns.get(record.turn)) is not None:
+            turn.parent = None if record.parent is None else session.turns.get(record.parent)
+            turn.continues, turn.messages = record.continues, record.messages
+            turn.rendered, turn.answer = record.rendered, record.answer
+            session.add_answer(turn, record.history, record.request)
 
     def record_parts(self) -> None:
         """Record the new tokens of the unfinished turns."""
-        for session, turn in self._turn_tasks.values():
+        for name, turn in self._turn_tasks.values():
             job = turn.job
             start = turn.recorded if job.token_ids is turn.recorded_ids else 0
             if turn.finished.done() or len(job.token_ids) == start:
                 continue
-            ids, logprobs = job.token_ids[start:], job.logprobs[start:]
-            self._log.append(TurnPart(session.name, session.opening, turn.key, turn.number, start, ids, logprobs))
+            self._log.append(TurnPart(name, turn.id, start, job.token_ids[start:], job.logprobs[start:]))
             turn.recorded, turn.recorded_ids = len(job.token_ids), job.token_ids
 
-    def _touch(self, session: _Session) -> None:
-        """Count the session in its policy's demand for `policy_held_s`, and end it `ttl_s` from now."""
-        self._schedule(session, self.policy_held_s, self._release)
-        if not session.is_open:
-            session.is_open = True
+    def _use(self, session: _Session) -> None:
+        """Count the session in its policy's demand until it is unused for `policy_held_s`."""
+        session.used_at_s = asyncio.get_running_loop().time()
+        if not session.is_wanted:
+            session.is_wanted = True
             self._members.want(session.opened.policy, 1, session.opened.recovery)
 
-    def _schedule(self, session: _Session, after_s: float, end: Callable[[_Session], None]) -> None:
-        if session.timer is not None:
-            session.timer.cancel()
-        session.timer = asyncio.get_running_loop().call_later(after_s, end, session)
-
-    def _release(self, session: _Session) -> None:
+    def _unwant(self, session: _Session) -> None:
         """Remove the session from its policy's demand until it is used again."""
-        if session.running:
-            self._touch(session)
-            return
-        self._finish(session)
-        self._schedule(session, self.ttl_s - self.policy_held_s, self._expire)
-
-    def _expire(self, session: _Session) -> None:
-        log.warning("session_expired", session=session.name, after_s=self.ttl_s)
-        self._end(session)
-
-    def _finish(self, session: _Session) -> None:
-        if session.is_open:
-            session.is_open = False
+        if session.is_wanted:
+            session.is_wanted = False
             self._members.finish(session.opened.policy.label, 1)
 
     def _end(self, session: _Session) -> None:
         """End a session, its unfinished turns and its record."""
         self._sessions.pop(session.name, None)
-        if session.timer is not None:
-            session.timer.cancel()
         for turn in session.turns.values():
             if not turn.finished.done():
                 turn.finished.cancel()
-        self._members.end_session(session.name)
-        self._finish(session)
+        self._members.table.end_session(session.name)
+        self._unwant(session)
         self._log.append(SessionClosed(session.name))
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordedPrompt:
-    """A prompt with recorded tokens; the other fields are Prompt's."""
-
-    token_ids: array[int]
-    rendered_tokens: int
-    max_tokens: int
-    sampling: dict[str, Any]
-
-    @classmethod
-    def of(cls, rendered: Prompt, ids: array[int]) -> _RecordedPrompt:
-        return cls(ids, len(rendered.token_ids), rendered.max_tokens, rendered.sampling)
+def _opened(name: str, parameters: OpenSession, before: _Session | None) -> _Session:
+    """Return a newly opened session, with the turns of the one before it if its parameters make the same ones."""
+    session = _Session(name, parameters, asyncio.get_running_loop().time())
+    if before is not None and _makes(before.opened) == _makes(parameters):
+        session.turns, session.parts = before.turns, before.parts
+    return session
 
 
-def _opening(parameters: OpenSession) -> bytes:
-    fields = [parameters.policy.label, parameters.seed, parameters.sampling, parameters.recovery]
-    return blake3(_encode(fields)).digest(16)
+def _makes(parameters: OpenSession) -> tuple[object, ...]:
+    """Return the parameters that a turn follows from, limits excluded."""
+    return parameters.policy.label, parameters.seed, parameters.sampling, parameters.recovery
 
 
-def _seed_of(data: bytes) -> int:
-    return int.from_bytes(blake3(data).digest(8), "big") >> (64 - SEED_BITS)
-
-
-def _tokens_left(session: _Session) -> int:
-    """Return how many tokens the next turn may have."""
-    return max(0, session.opened.tokens_max - sum(len(turn.job.token_ids) for turn in session.answered_turns()))
-
-
-def _check_limits(session: _Session) -> None:
-    """Raise ApiError if the session has reached a limit."""
-    opened = session.opened
-    if session.request_counts.total() >= opened.turns_max:
-        session.limit = f"it has made {opened.turns_max} requests (turns_max)"
-    elif not _tokens_left(session):
-        session.limit = f"its answers have {opened.tokens_max} tokens (tokens_max)"
-    else:
-        return
-    raise ApiError(400, f"the session has reached its limit: {session.limit}", code=LIMIT_CODE)
-
-
-def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: int) -> Job:
+def _job(session: _Session, prompt: array[int], parameters: dict[str, Any]) -> Job:
     return Job(
-        body={**sampling, "prompt": prompt, "seed": seed},
+        body={**parameters, "prompt": prompt},
         policy=session.opened.policy.label,
         group=session.name,
         prompt_tokens=len(prompt),
@@ -606,44 +539,13 @@ def _job(session: _Session, prompt: array[int], sampling: dict[str, Any], seed: 
     )
 
 
-def _made_record(session: _Session, turn: _Turn, finished: Finished) -> TurnGenerated:
-    return TurnGenerated(
-        session.name,
-        session.opening,
-        turn.key,
-        turn.number,
-        list(turn.prompt),
-        finished.token_ids,
-        finished.logprobs,
-        finished.finish_reason,
-        finished.stop_reason,
-        finished.node,
-        turn.job.handed_over,
-    )
-
-
 def _restored_turn(session: _Session, record: TurnGenerated) -> _Turn:
     """Return the finished turn of a record."""
-    prompt = array("I", record.prompt)
-    job = _job(session, prompt, {}, 0)
+    job = _job(session, array("I", record.prompt), {})
     job.token_ids, job.logprobs, job.handed_over = record.token_ids, record.logprobs, record.handed_over
     finished: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
-    finished.set_result(
-        Finished(
-            token_ids=record.token_ids,
-            logprobs=record.logprobs,
-            finish_reason=record.finish_reason,
-            stop_reason=record.stop_reason,
-            text=None,
-            prompt_token_ids=prompt,
-            policy=job.policy,
-            node=record.node,
-            handovers=0,
-            first_token_s=0.0,
-            took_s=0.0,
-        )
-    )
-    return _Turn(record.key, record.number, job, finished)
+    finished.set_result(Finished(job, record.finish_reason, record.stop_reason, record.node))
+    return _Turn(record.turn, job, finished)
 
 
 # Conversations are identified by a digest of the fields that make their prompt. Clients add OpenAI's other fields

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from torch.nn.functional import pad
 
 from grpo_orch.checkpoint.records.rollouts import Session
-from grpo_orch.policies.serving.sessions import Branch
+from grpo_orch.policies.serving.wire import Branch
 
 AGENT = "agent"  # the reward function's name
 MESSAGES, REWARD = "messages", "agent_reward"  # columns for reward functions

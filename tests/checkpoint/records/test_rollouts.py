@@ -11,8 +11,7 @@ from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Ses
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.sessions import Branch, Turn
-from grpo_orch.policies.serving.wire import Completion
+from grpo_orch.policies.serving.wire import Branch, Completion, Turn
 
 _names = itertools.count()
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client at the gateway: what it makes of answers, streams over a hand-over, and errors."""
+"""OpenAI's own client at the gateway: what it makes of answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ def test_models_completions_and_chats() -> None:
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
-def test_a_stream_over_a_killed_node(chat: bool) -> None:
+def test_a_stream_is_text_reason_and_usage(chat: bool) -> None:
     async def story(served: World) -> None:
-        a = await served.node("a")
-        a.change(stalls=9)
+        await served.node("a")
         async with client(served) as ai:
             more = {"model": "policy", "seed": 8, "max_tokens": 40, "stream_options": {"include_usage": True}}
             if chat:
@@ -71,15 +70,11 @@ def test_a_stream_over_a_killed_node(chat: bool) -> None:
                 for choice in chunk.choices:
                     text += (choice.delta.content or "") if chat else choice.text
                     reasons.append(choice.finish_reason)
-                if text and not a.world.members.member("b"):
-                    await served.node("b")
-                    a.kill()
         prompt = prompt_of({"messages": MESSAGES} if chat else {"prompt": "once"})
         assert text == said(8, 40, prompt)
-        assert (reasons[-1], reasons.count(None)) == ("length", len(reasons) - 1)
+        assert reasons == ["length"]
         assert usage is not None
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 40)
-        assert served.gateway.status().handovers >= 1
 
     serve(story)
 

@@ -27,13 +27,15 @@ from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.serving.canary import Canary, disagreement
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, SESSIONS, OpenSession
 from grpo_orch.policies.serving.wire import (
+    HEADER_REQUEST,
     REFUSED,
+    SESSIONS,
     Batch,
     BatchLine,
     Completion,
     CompletionRequest,
+    OpenSession,
     PolicyRef,
     Progress,
     PromptLine,

@@ -17,8 +17,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.spec import OnBadPrompt
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
-from grpo_orch.policies.serving.batching import split_batches
-from grpo_orch.policies.serving.seeds import request_seed
+from grpo_orch.policies.serving.trainer_requests import request_seed, split_batches
 from grpo_orch.policies.serving.wire import Batch, BatchLine, Completion, CompletionRequest, PolicyRef, Progress
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.completions import gateway_client

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from grpo_orch.checkpoint.records.metrics import STALENESS, read_metrics
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.seeds import request_seed
+from grpo_orch.policies.serving.trainer_requests import request_seed
 from tests.budget import HANG_S
 from tests.node.trainer.rig import GRPO, LORA, STATES, Rig, open_rig
 from tests.node.trainer.test_resume import journalled_steps, kill_after_completion, kill_at_step

@@ -124,14 +124,14 @@ def largest_share(body: bytes) -> float:
     async def story(world: World) -> None:
         with node_in_a_thread() as node:
             announcing = asyncio.ensure_future(announce(world, node))
-            await world.until(lambda: world.members.members)
-            world.members.members[0].allowed = AT_A_TIME
+            await world.until(lambda: world.members.table.members)
+            world.members.table.members[0].allowed = AT_A_TIME
             watching = asyncio.ensure_future(lag.watch())
             idle = len(asyncio.all_tasks())
             asking = asyncio.ensure_future(asyncio.to_thread(ask, world.url, body, enough))
             await world.until(lambda: len(node.asked) == AT_A_TIME or asking.done())
-            await world.until(lambda: world.members.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
-            waits = world.members.waiting.size_bytes
+            await world.until(lambda: world.members.places.waiting.count == PROMPTS * SAMPLES - AT_A_TIME)
+            waits = world.members.places.waiting.size_bytes
             assert waits <= PROMPTS * PROMPT_TOKENS * PROMPT_TOKEN_SIZE
             enough.set()
             lines = await asking
@@ -139,7 +139,7 @@ def largest_share(body: bytes) -> float:
             await world.until(lambda: world.gateway.orphans.batches)
             world.gateway.orphans.expire_superseded("1-0")  # another timeline: nobody will come for it
             await world.until(lambda: len(asyncio.all_tasks()) <= idle)
-            assert (world.members.waiting.count, world.members.members[0].running) == (0, 0)
+            assert (world.members.places.waiting.count, world.members.table.members[0].running) == (0, 0)
             watching.cancel()
             announcing.cancel()
 
@@ -151,7 +151,7 @@ async def test_abandoned_batch_leaves_no_prompt_in_memory(world: World) -> None:
     prompt = Prompt(array("I", [1, 2, 3]), [Sample(0, 1)])
     batch = Batch(POLICY, {"max_tokens": 4}, [], deadline_s=HANG_S)
     kept = world.gateway.orphans
-    batch_run = BatchRun(batch, [prompt], world.members, world.completer, world.ledger, kept)
+    batch_run = BatchRun(batch, [prompt], world.members, world.ledger, kept)
     async with aclosing(batch_run.chunks()) as chunks:
         await anext(chunks)
     assert prompt.token_ids

@@ -70,10 +70,10 @@ async def test_every_job_completes_as_undisturbed_without_waste(world: World, se
     await world.node("last", event_s=0.001)
     for one, got in zip(jobs, await asyncio.gather(*asked), strict=True):
         assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
-        assert got.policy == "0-0"
+        assert got.job.policy == "0-0"
     ledger = world.ledger
     assert ledger.discarded == 0
     assert ledger.handovers > 0
     assert 0 < ledger.saved <= sum(len(one.token_ids) for one in jobs)
-    assert world.members.waiting.count == 0
-    assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.members)
+    assert world.members.places.waiting.count == 0
+    assert all(row.running == row.outstanding == row.replaying == 0 for row in world.members.table.members)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.demand import GATHERED_REQUESTS, Demand
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import PolicyRef
 
 OLD, NEW = "0-3", "0-4"

@@ -6,8 +6,7 @@ import pytest
 
 from grpo_orch.policies.model.gpus import engine_devices
 from grpo_orch.policies.model.vocabulary import machine_of, member_of
-from grpo_orch.policies.serving.member import Load
-from grpo_orch.policies.serving.membership import Membership
+from grpo_orch.policies.serving.membership import Change, Load, Membership
 from grpo_orch.policies.serving.wire import Announce
 
 NODE, OTHER = "rollout-0-i1", "rollout-1-i1"
@@ -51,12 +50,12 @@ def test_drained_machine_drains_all_engines_and_later_ones(table: Membership) ->
     table.request_started(ENGINES[0], Load("p"))
     table.request_started(ENGINES[1], Load("q"))
     change = table.drain(NODE)
-    assert change.reason == f"{ENGINES[0]}, {ENGINES[1]}: drains, 2 requests running"
+    assert change == Change(tuple(ENGINES), "drains, 2 requests running")
     assert [row.node for row in table.serving(WANTED)] == [OTHER]
     table.announce(ENGINES[1], Announce("another", "127.0.0.1:1", "0-1", 4, engines=2), 1.0)
     assert [row.node for row in table.serving(WANTED)] == [OTHER]
     assert table.loading(WANTED) == ()
-    assert not table.drain(ENGINES[0]).is_new
+    assert table.drain(ENGINES[0]) is None
 
 
 def test_draining_an_engine_leaves_its_siblings(table: Membership) -> None:
@@ -68,12 +67,14 @@ def test_draining_an_engine_leaves_its_siblings(table: Membership) -> None:
 def test_removing_a_machine_removes_all_its_engines(table: Membership, name: str, out: list[str]) -> None:
     terms = tuple(row.term for row in table.members if row.node in out)
     change = table.remove(name)
-    assert (change.nodes, change.ended_terms, change.is_new) == (tuple(out), terms, True)
+    assert change == Change(tuple(out), "removed", terms)
     assert [row.node for row in table.members] == [one for one in (*ENGINES, OTHER) if one not in out]
     assert all(table.is_void(f"boot-{one}") == (one in out) for one in (*ENGINES, OTHER))
 
 
 def test_lost_machine_removes_all_its_engines_and_no_other(table: Membership) -> None:
     table.announce(OTHER, Announce(f"boot-{OTHER}", "127.0.0.1:1", "0-1", 4), 9.0)
-    assert table.expire(9.0).nodes == tuple(ENGINES)
+    change = table.expire(9.0)
+    assert change is not None
+    assert change.nodes == tuple(ENGINES)
     assert [row.node for row in table.members] == [OTHER]

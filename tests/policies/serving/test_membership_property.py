@@ -12,8 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS, REPLAY_TOKENS_MAX, Change, Load, Member
-from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS, RETRY_REQUESTS, Membership
+from grpo_orch.policies.serving.membership import (
+    EASE_IN_REQUESTS,
+    GROUP_LEAD_REQUESTS,
+    REPLAY_TOKENS_MAX,
+    RETRY_REQUESTS,
+    Change,
+    Load,
+    Member,
+    Membership,
+)
 from grpo_orch.policies.serving.wire import SILENT_S, Announce
 from tests.budget import examples
 
@@ -90,16 +98,18 @@ class AnySequence(RuleBasedStateMachine):
         rows = {row.node: replace(row) for row in self.table.members}
         return Seen(rows, {node for node in NODES if self.table.is_draining(node)})
 
-    def check(self, change: Change, before: Seen, node: str | None = None) -> None:
-        """A change says of whom and why, ends the terms that are gone and no others, and is news if it is one."""
+    def check(self, change: Change | None, before: Seen, node: str | None = None) -> None:
+        """A change says of whom and why, and ends the terms that are gone and no others."""
         after = self.seen()
+        assert (change is not None) == (before.matters() != after.matters())
+        if change is None:
+            return
         terms = {row.term for row in after.rows.values()}
         assert change.reason.startswith(node or "")
         assert len(change.reason) > len(f"{node}: ")
         assert sorted(change.ended_terms) == sorted(
             row.term for row in before.rows.values() if row.term not in terms
         )
-        assert change.is_new == (before.matters() != after.matters())
 
     @rule(node=nodes, policy=labels, back=backs, reboots=seldom, room=st.sampled_from(ROOM), leaves=seldom)
     def announces(self, node: str, policy: str | None, back: int, reboots: bool, room: int, leaves: bool) -> None:

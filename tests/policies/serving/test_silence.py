@@ -140,11 +140,6 @@ def test_slow_member_is_abandoned_once_and_not_forever() -> None:
     assert trips[-1] < WARM_S + 40.0
 
 
-def test_the_limits_when_nothing_was_seen() -> None:
-    limits = SilenceLimits()
-    assert (limits.first_token_s(0), limits.hard_s) == (120.0, 60.0)
-
-
 def test_long_wait_is_remembered_and_fades_with_events() -> None:
     limits = SilenceLimits()
     limits.record_gap(40.0)

@@ -13,8 +13,7 @@ from aiohttp import web
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, OpenSession
-from grpo_orch.policies.serving.wire import Batch, PolicyRef
+from grpo_orch.policies.serving.wire import HEADER_REQUEST, Batch, OpenSession, PolicyRef
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost

@@ -17,7 +17,7 @@ from aiohttp import web
 import grpo_orch.tasks.agents.gateway
 import grpo_orch.tasks.agents.runner
 from grpo_orch.checkpoint.records.rollouts import Session
-from grpo_orch.policies.serving.sessions import TURNS_AT_ONCE_MAX
+from grpo_orch.policies.serving.wire import TURNS_AT_ONCE_MAX
 from grpo_orch.tasks.agents.gateway import Forwarder, Gateway
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_orch.orchestrator.gateway.surface import admission
-from grpo_orch.policies.serving import batching
-from grpo_orch.policies.serving.batching import split_batches
+from grpo_orch.policies.serving import trainer_requests
+from grpo_orch.policies.serving.trainer_requests import split_batches
 from grpo_orch.policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions.gateway_client import body_of
 
@@ -47,5 +47,5 @@ def test_no_piece_is_more_than_the_gateway_takes() -> None:
     assert sum(map(len, short)) == 100_000
     assert len(body_of(Batch(PolicyRef("0-0", ""), {}, short[0], 1.0))) < admission.BATCH_SIZE_MAX
     each = len(str([TOKEN]).strip("[]")) + len(",")
-    wordy = 200 * batching.REQUESTS_MAX  # what a request is beside its prompt, at most
-    assert batching.TOKENS_MAX * each + wordy < admission.BATCH_SIZE_MAX
+    wordy = 200 * trainer_requests.REQUESTS_MAX  # what a request is beside its prompt, at most
+    assert trainer_requests.TOKENS_MAX * each + wordy < admission.BATCH_SIZE_MAX

@@ -27,7 +27,7 @@ from grpo_orch.tasks.rollout.vllm.server import BOOT_ENV
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.rollout_machine import make_base, publish, spec_of
-from tests.stand_ins.fake_vllm import expected
+from tests.stand_ins.fake_vllm import completion
 
 NODE = "rollout-0-i1"
 ENGINES = [f"{NODE}.0", f"{NODE}.1"]
@@ -68,7 +68,9 @@ def made(machine: Machine, batch: Batch) -> list[Completion]:
     heard = machine.complete(batch)
     assert heard.error is None
     for request, got in zip(batch.requests, heard.completions, strict=True):
-        assert (got.token_ids, got.logprobs) == expected(request.seed, request.prompt_token_ids, 128)
+        assert (got.token_ids, got.logprobs) == completion(
+            {"seed": request.seed, "max_tokens": 128}, request.prompt_token_ids
+        )[:2]
     return heard.completions
 
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import QueueFull
-from grpo_orch.orchestrator.gateway.routing.waiting import TOKEN_SIZE, WAITING_SIZE_MAX
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
+from grpo_orch.orchestrator.gateway.routing.places import TOKEN_SIZE, WAITING_SIZE_MAX
+from grpo_orch.policies.serving.membership import EASE_IN_REQUESTS
 from grpo_orch.policies.serving.wire import Handover
 from tests.rigs.gateway_world import World, job, undisturbed
 
@@ -17,7 +17,7 @@ async def test_a_new_member_gets_few_jobs_before_it_has_made_a_token(world: Worl
     node = await world.node("first", stalls=0)
     asked = [world.ask(job()) for _ in range(60)]
     await world.until(lambda: node.running == EASE_IN_REQUESTS)
-    assert world.members.waiting.count == 60 - EASE_IN_REQUESTS
+    assert world.members.places.waiting.count == 60 - EASE_IN_REQUESTS
     node.change(stalls=1)
     await world.until(lambda: node.running == 60)
     node.change(stalls=100)
@@ -69,7 +69,7 @@ async def test_job_refused_by_one_member_blocks_no_other_there(world: World) -> 
     await world.node("strict", refuses=lambda body: len(body["prompt"]) > 100)
     long = job(prompt=[1] * 200)
     asked = world.ask(long)
-    await world.until(lambda: long.refused_by and world.members.waiting.count)
+    await world.until(lambda: long.refused_by and world.members.places.waiting.count)
     assert {(await world.ask(job())).node for _ in range(4)} == {"strict"}
     assert not asked.done()
     full.change(stalls=100)
@@ -90,7 +90,7 @@ async def test_unfinished_jobs_of_drained_member_continue_elsewhere(world: World
     assert (len(other.asked), world.ledger.handovers_by_reason) == (1, {"drained": 1})
     leaving.change(stalls=100)  # what would have to start over is left to finish
     assert (await asked[1]).node == "leaving"
-    await world.until(lambda: world.members.member("leaving") is None)
+    await world.until(lambda: world.members.table.member("leaving") is None)
     assert world.ledger.discarded == 0
 
 
@@ -105,7 +105,7 @@ async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> 
     assert (older.asked, asked.done()) == ([], False)
     await world.node("same", policy="0-5")
     got = await asked
-    assert (got.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
+    assert (got.job.policy, got.node, got.token_ids) == ("0-5", "same", undisturbed(one)[0])
     assert one.handed_over == [Handover("first", 5)]
     assert world.ledger.discarded == 0
 
@@ -114,16 +114,16 @@ async def test_the_queue_is_bounded(world: World) -> None:
     huge, small, more = job(), job(), job()
     huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
     asked = [world.ask(huge), world.ask(small)]
-    await world.until(lambda: world.members.waiting.count == 2)
+    await world.until(lambda: world.members.places.waiting.count == 2)
     with pytest.raises(
         QueueFull, match=r"the queue is full: 2 requests \(1024 MiB\) wait for a node; retry later"
     ):
         await world.ask(more)
     more.is_admitted = True
     asked.append(world.ask(more))
-    await world.until(lambda: world.members.waiting.count == 3)
+    await world.until(lambda: world.members.places.waiting.count == 3)
     asked[0].cancel()
-    await world.until(lambda: world.members.waiting.count == 2)
+    await world.until(lambda: world.members.places.waiting.count == 2)
     more = job()
     asked.append(world.ask(more))
     await world.node("first")

@@ -31,11 +31,11 @@ async def test_last_requests_of_older_policy_gather_on_one_member(world: World) 
     kept.change(stalls=1_000_000)
     for task, one in zip(finishing, old, strict=True):
         got = await task
-        assert (got.token_ids, got.policy, got.node) == (undisturbed(one)[0], "0-0", kept.name)
+        assert (got.token_ids, got.job.policy, got.node) == (undisturbed(one)[0], "0-0", kept.name)
     world.members.finish("0-0", len(old))
     await world.until(lambda: kept.policy == "0-1")
     assert world.ledger.discarded == 0
-    assert not any(row.is_suspected for row in world.members.members)
+    assert not any(row.is_suspected for row in world.members.table.members)
 
 
 async def test_older_policy_gets_a_member_when_its_last_is_lost(world: World) -> None:

@@ -73,7 +73,7 @@ async def test_late_member_takes_jobs_from_others_without_loss(world: World) -> 
     asked = [world.ask(one) for one in jobs]
     await early.load(NEW)
     await world.until(lambda: all(len(one.token_ids) > 4 for one in jobs))
-    await world.until(lambda: world.members.links[early.row.term].speed_tokens_s)
+    await world.until(lambda: world.members.places.links[early.row.term].speed_tokens_s)
     await late.load(NEW)
     await world.until(
         lambda: abs(late.row.running - PER_NODE) <= 5 and early.row.running + late.row.running == 2 * PER_NODE
@@ -97,7 +97,7 @@ async def test_jobs_without_tokens_move_first_and_lose_nothing(world: World) -> 
     begun = [job(policy=NEW, group="begun", max_tokens=397) for _ in range(PER_NODE)]
     asked = [world.ask(one) for one in begun]
     await early.load(NEW)
-    await world.until(lambda: world.members.links[early.row.term].speed_tokens_s)
+    await world.until(lambda: world.members.places.links[early.row.term].speed_tokens_s)
     early.change(stalls=0)  # what comes now gets no token there
     late.stalls = 0
     waiting = [job(policy=NEW, group=number // GROUP, max_tokens=397) for number in range(PER_NODE)]
@@ -120,7 +120,9 @@ async def test_last_request_of_slow_member_moves_to_an_idle_one(world: World) ->
     jobs = [job(group=str(number), max_tokens=797) for number in range(2)]
     asked = [world.ask(one) for one in jobs]
     await world.until(lambda: slow.running == fast.running == 1)
-    await world.until(lambda: len([link for link in world.members.links.values() if link.speed_tokens_s]) == 2)
+    await world.until(
+        lambda: len([link for link in world.members.places.links.values() if link.speed_tokens_s]) == 2
+    )
     slow.change(event_s=1.0)
     fast.change(event_s=0.01)
     got = await asyncio.gather(*asked)

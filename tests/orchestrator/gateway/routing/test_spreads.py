@@ -6,7 +6,7 @@ import asyncio
 
 from grpo_orch.orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
 from grpo_orch.policies.serving.gateway_status import VersionSpread
-from grpo_orch.policies.serving.member import Member
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import Announce, PolicyStages
 from tests.rigs.gateway_world import World
 
@@ -31,13 +31,6 @@ def test_each_stage_is_the_longest_of_any_member() -> None:
         spreads.record("later", says("0-1"), at_s)
         spreads.want("0-1", [row("later")], at_s)
     assert spreads.last == [VersionSpread("0-1", 3, 2, 4.0, 5.0, 3.0, 500, 1.0)]
-
-
-def test_node_without_stages_counts_with_its_total_time() -> None:
-    spreads = VersionSpreads()
-    spreads.want("0-1", [row("a", None)], 1.0)
-    spreads.record("a", says("0-1"), 3.5)
-    assert spreads.last == [VersionSpread("0-1", 1, 1, 2.5, 2.5)]
 
 
 def test_few_versions_are_kept_and_late_members_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ import pytest
 import structlog
 
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.orchestrator.gateway.surface.describe import State, describe
 from grpo_orch.orchestrator.home import run_dir
-from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus
+from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, State, describe
 from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, BatchLine
 from grpo_orch.tasks.completions.gateway_client import body_of
@@ -102,46 +102,42 @@ async def test_every_change_is_remembered_with_its_reason(world: World) -> None:
     world.members.drain("a")
     world.members.remove("a")
     await world.node("b", policy="0-4")
-    changes = (await world.http.get("/events")).json()["changes"]
-    assert [one["reason"] for one in changes] == [
+    changes = world.gateway.status().changes
+    assert [one.reason for one in changes] == [
         "a: joined as boot boot-of-a, holds 0-0",
         "a: drains, 0 requests running",
         "a: removed",
         "b: joined as boot boot-of-b, holds 0-4",
     ]
-    assert [one["seq"] for one in changes] == [1, 2, 3, 4]
-    assert all(a["at_s"] <= b["at_s"] for a, b in pairwise(changes))
+    assert [one.seq for one in changes] == [1, 2, 3, 4]
+    assert all(a.at_s <= b.at_s for a, b in pairwise(changes))
 
 
 async def test_drained_member_finishes_its_requests_and_leaves(world: World) -> None:
     a = await world.node("a", stalls=9)
-    body = {"prompt": [1, 2], "seed": 1, "max_tokens": 20}
-    async with world.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        assert (await world.http.post("/members/a/drain")).status_code == 204
-        [listed] = (await world.http.get("/members")).json()["members"]
-        assert (listed["state"], listed["requests_running"]) == ("draining", 1)
-        a.change(stalls=FOREVER)
-        assert b"[DONE]" in await response.aread()
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json={"prompt": [1, 2]}))
+    await world.until(lambda: a.stalled)
+    assert (await world.http.post("/members/a/drain")).status_code == 204
+    [listed] = (await world.http.get("/members")).json()["members"]
+    assert (listed["state"], listed["requests_running"]) == ("draining", 1)
+    a.change(stalls=FOREVER)
+    assert (await asking).status_code == 200
     await world.until(a.announcing.done)
     assert (await world.http.get("/members")).json()["members"] == []
 
 
-async def test_removed_member_leaves_at_once_and_its_request_moves(
-    world: World,
-) -> None:
+async def test_removed_member_leaves_at_once_and_its_request_moves(world: World) -> None:
     tokens, _, reason = completion({"seed": 1, "max_tokens": 20}, [1, 2])
     a = await world.node("a", stalls=9)
-    body = {"prompt": [1, 2], "seed": 1, "max_tokens": 20, "return_token_ids": True, "stream": True}
-    async with world.http.stream("POST", "/v1/completions", json=body) as response:
-        await world.node("b")
-        assert (await world.http.delete("/members/a")).status_code == 204
-        listed = (await world.http.get("/members")).json()["members"]
-        assert [one["node"] for one in listed] == ["b"]
-        events = [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
-    choices = [event["choices"][0] for event in events]
-    assert [token for choice in choices for token in choice["token_ids"]] == tokens
-    assert choices[-1]["finish_reason"] == reason
+    body = {"prompt": [1, 2], "seed": 1, "max_tokens": 20, "return_token_ids": True}
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=body))
+    await world.until(lambda: a.stalled)
+    await world.node("b")
+    assert (await world.http.delete("/members/a")).status_code == 204
+    listed = (await world.http.get("/members")).json()["members"]
+    assert [one["node"] for one in listed] == ["b"]
+    [choice] = (await asking).json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (tokens, reason)
     await world.until(lambda: a.aborted == 1)
     await world.until(a.announcing.done)  # it was told that this boot is over
     again = await world.members.announce("a", Announce("boot-of-a", "127.0.0.1:9", "0-0"))
@@ -152,9 +148,9 @@ async def test_removed_member_leaves_at_once_and_its_request_moves(
 async def test_agents_leave_names_its_boot(world: World) -> None:
     await world.node("a")
     assert (await world.http.delete("/members/a", params={"boot": "another"})).status_code == 204
-    assert world.members.member("a") is not None
+    assert world.members.table.member("a") is not None
     assert (await world.http.delete("/members/a", params={"boot": "boot-of-a"})).status_code == 204
-    assert world.members.member("a") is None
+    assert world.members.table.member("a") is None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 
 from grpo_orch.orchestrator.gateway.surface import openai
 from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY
-from tests.budget import HANG_S
-from tests.rigs.gateway_world import World, serve
+from tests.rigs.gateway_world import World, events_of, serve
 from tests.stand_ins.fake_vllm import FOREVER, completion, prompt_of, texts
 
 MESSAGES = [{"role": "user", "content": "how are you?"}]
@@ -80,51 +79,36 @@ async def test_a_chat_has_a_message_and_its_logprobs(world: World) -> None:
     ids=["tokens", "chat", "text"],
 )
 @pytest.mark.parametrize("stop", [None, ["never"]], ids=["continued", "started over"])
-async def test_stream_continues_after_a_killed_node_without_repeats(
+async def test_stream_is_whole_after_a_killed_node(
     world: World, path: str, more: dict[str, Any], stop: list[str] | None
 ) -> None:
-    """With a stop string the request starts over: what comes again is not told again."""
     a, b = [await world.node(name, stalls=9) for name in ("a", "b")]
-    body: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, **more}
-    async with world.stream(path, **body, stream_options={"include_usage": True}) as heard:
-        await heard.read(enough=18)
-        assert a.running + b.running == 2
-        first, other = (a, b) if a.running else (b, a)
-        other.change(stalls=FOREVER)
-        first.kill()
-        await heard.read()
+    body: dict[str, Any] = {"seed": 11, "max_tokens": 40, "n": 2, "stop": stop, "return_token_ids": True, **more}
+    asking = asyncio.ensure_future(post(world, path, **body, stream=True, stream_options={"include_usage": True}))
+    await world.until(lambda: a.stalled + b.stalled == 2)
+    first, other = (a, b) if a.running else (b, a)
+    other.change(stalls=FOREVER)
+    first.kill()
+    *events, last = events_of(await asking)
     assert world.ledger.handovers >= 1
     prompt = prompt_of(more)
-    for index in (0, 1):
+    for index, [choice] in enumerate(event["choices"] for event in events):
         tokens, _, reason = undisturbed(11 + index, 40, prompt)
-        assert heard.token_ids(index) == tokens
-        assert heard.text(index) == texts_of(11 + index, 40, prompt)
-        assert [one["finish_reason"] for one in heard.choices(index) if one["finish_reason"]] == [reason]
-    total = sum(len(undisturbed(11 + index, 40, prompt)[0]) for index in (0, 1))
-    assert heard.chunks[-1]["usage"]["completion_tokens"] == total
-    assert heard.chunks[-1]["choices"] == []
-    if path == CHAT:
-        assert [one["delta"].get("role") for one in heard.choices()][:2] == ["assistant", None]
+        assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (index, tokens, reason)
+        said = {"role": "assistant", "content": texts_of(11 + index, 40, prompt)}
+        assert (choice["delta"] if path == CHAT else choice["text"]) == (said if path == CHAT else said["content"])
+    assert (len(events), last["choices"], last["usage"]["completion_tokens"]) == (2, [], 80)
 
 
 async def test_disconnected_client_frees_its_place_and_tokens(world: World) -> None:
     node = await world.node("a", stalls=9)
-    async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
-        await heard.read(enough=9)
+    asking = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40))
+    await world.until(lambda: node.stalled)
+    asking.cancel()
     await world.until(lambda: node.aborted == 1)
     await world.until(lambda: world.gateway.status().tokens_discarded == 9)
     assert world.gateway.status().tokens_delivered == 0
     assert node.row.running == 0
-
-
-async def test_streamed_tokens_are_counted_as_delivered(world: World) -> None:
-    await world.node("a")
-    await post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=6)
-    async with world.stream(CHAT, messages=MESSAGES, seed=1, max_tokens=6) as heard:
-        await heard.read()
-    delivered = len(undisturbed(1, 6)[0]) + heard.tokens()
-    await world.until(lambda: world.gateway.status().tokens_delivered == delivered)
-    assert world.gateway.status().tokens_discarded == 0
 
 
 async def test_vllms_refusal_is_the_clients_error_and_no_suspicion(world: World) -> None:
@@ -157,7 +141,7 @@ def test_with_no_wanted_policy_there_is_one_clear_error() -> None:
 
 async def test_a_request_waits_for_its_first_node(world: World) -> None:
     asking = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT, seed=2, max_tokens=5))
-    await world.until(lambda: world.members.waiting.count == 1)
+    await world.until(lambda: world.members.places.waiting.count == 1)
     await world.node("late")
     assert (await asking).json()["choices"][0]["text"] == texts_of(2, 5)
 
@@ -168,23 +152,16 @@ async def test_silent_request_is_abandoned_with_an_error(world: World, monkeypat
         response = await post(world, COMPLETIONS, prompt=PROMPT, stream=streams)
         assert (response.status_code, response.json()["error"]["type"]) == (504, "server_error")
         assert "no token of policy 0-0 arrived within 0.1 s" in response.json()["error"]["message"]
-    assert world.members.waiting.count == 0
+    assert world.members.places.waiting.count == 0
     node = await world.node("a", stalls=9)
-    monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", HANG_S)
-    async with world.stream(COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40) as heard:
-        await heard.read(enough=9)
-        monkeypatch.setattr(openai, "SILENCE_TIMEOUT_S", 0.1)
-        node.change(stalls=17)
-        await heard.read()
-    assert not heard.done
-    assert heard.chunks[-1]["error"]["type"] == "server_error"
+    assert (await post(world, COMPLETIONS, prompt=PROMPT, seed=1, max_tokens=40)).status_code == 504
     await world.until(lambda: node.aborted == 1)
 
 
 async def test_request_beyond_the_queue_limit_is_told_to_retry(world: World) -> None:
-    world.members.waiting.jobs_max = 1
+    world.members.places.waiting.jobs_max = 1
     first = asyncio.ensure_future(post(world, COMPLETIONS, prompt=PROMPT))
-    await world.until(lambda: world.members.waiting.count == 1)
+    await world.until(lambda: world.members.places.waiting.count == 1)
     assert (await post(world, COMPLETIONS, prompt=PROMPT)).status_code == 503
     await world.node("a")
     assert (await first).status_code == 200

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
@@ -36,40 +35,14 @@ class Completes(Completer):
 
     async def complete(self, job: Job) -> Finished:
         await self.may.wait()
-        return Finished([], [], "stop", None, None, None, job.policy, "a", 0, 0.0, 0.0)
+        return Finished(job, "stop", None, "a")
 
 
-def asked(completer: Completer, batch: Batch = BATCH, prompt: int = 1) -> BatchRequest:
-    tokens = array("I", [prompt])
-    job = job_of(batch, tokens, group_of(tokens), 0, 4)
-    key = key_of(batch, msgspec.json.encode(batch.sampling), job.group, 0)  # type: ignore[arg-type]
-    return BatchRequest(key, job, asyncio.ensure_future(completer.complete(job)))
-
-
-@pytest.mark.parametrize("taken", [True, False])
-async def test_request_ending_while_taken_or_dropped_is_not_open(taken: bool) -> None:
-    """Its task is done, and whoever waits for that has not heard of it yet."""
-    members, completer = Members("secret"), Completes()
-    kept = OrphanedRequests(members, completer, Ledger())
-    one = asked(completer)
-    members.want(BATCH.policy, 1)
-    await asyncio.sleep(0)  # it waits
-    kept.keep(BATCH, [one])
-
-    async def comes() -> None:
-        await completer.may.wait()
-        assert one.task.done()
-        if taken:
-            assert kept.take(one.key) is one
-        else:
-            kept.end(kept.batches[0])
-
-    coming = asyncio.ensure_future(comes())
-    await asyncio.sleep(0)
-    completer.may.set()
-    await coming
-    await asyncio.wait([one.task])
-    assert members.open_requests == {}
+def asked(kept: OrphanedRequests, batch: Batch = BATCH) -> BatchRequest:
+    prompt = array("I", [1])
+    job = job_of(batch, prompt, group_of(prompt), 0, 4)
+    key = key_of(batch, msgspec.json.encode(batch.sampling), group_of(prompt), 0)
+    return kept.begin(batch, key, job)
 
 
 async def test_twice_saved_requests_keep_sampling_and_newest_policy(
@@ -82,7 +55,7 @@ async def test_twice_saved_requests_keep_sampling_and_newest_policy(
     completer.may.set()
     kept = OrphanedRequests(Members("secret"), completer, Ledger())
     for batch in batches:
-        one = asked(completer, batch)
+        one = asked(kept, batch)
         await one.task
         kept.keep(batch, [one])
     for _ in range(2):
@@ -91,7 +64,7 @@ async def test_twice_saved_requests_keep_sampling_and_newest_policy(
         kept.load(file, 0)
         assert members.wanted == newer.policy
     for batch in batches:
-        found = kept.take(asked(completer, batch).key)
+        found = kept.take(asked(kept, batch).key)
         assert found is not None
         assert found.job.body.get("max_tokens") == batch.sampling.get("max_tokens")
 
@@ -108,7 +81,7 @@ async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     members, completer = Members("secret"), Fails()
     kept = OrphanedRequests(members, completer, Ledger())
     prompt = Prompt(array("I", [1]), [Sample(0, 0)])
-    chunks = BatchRun(BATCH, [prompt], members, completer, Ledger(), kept).chunks()
+    chunks = BatchRun(BATCH, [prompt], members, Ledger(), kept).chunks()
     await anext(chunks)
 
     async def leaves() -> None:
@@ -125,4 +98,4 @@ async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
     gc.collect()
     assert said == []
-    assert members.open_requests == {}
+    assert members.demand.open_requests == {}

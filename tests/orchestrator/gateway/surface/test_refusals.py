@@ -61,7 +61,7 @@ async def test_request_refused_by_all_waits_only_for_loading_members(world: Worl
         one = job(prompt=prompt)
         asked = world.ask(one)
         await world.until(lambda: asked.done() or (one.refused_by and one.is_waiting))
-        assert (asked.done(), world.members.waiting.count, small.row.running) == (False, 1, 0)
+        assert (asked.done(), world.members.places.waiting.count, small.row.running) == (False, 1, 0)
         return one, asked
 
     one, asked = await refused([1] * 200)
@@ -83,12 +83,13 @@ async def test_request_refused_by_all_waits_only_for_loading_members(world: Worl
     world.want("0-10")  # that is what it loads now
     with pytest.raises(RequestRefused):
         await asked
-    assert (world.ledger.refused, world.members.waiting.count, world.members.waiting.size_bytes) == (2, 0, 0)
+    waiting = world.members.places.waiting
+    assert (world.ledger.refused, waiting.count, waiting.size_bytes) == (2, 0, 0)
 
 
 def run_of(batch: Batch, world: World) -> BatchRun:
     prompts = [Prompt(array("I", one.prompt_token_ids), [Sample(one.index, one.seed)]) for one in batch.requests]
-    return BatchRun(batch, prompts, world.members, world.completer, world.ledger, world.gateway.orphans)
+    return BatchRun(batch, prompts, world.members, world.ledger, world.gateway.orphans)
 
 
 async def test_refused_prompt_is_reported_and_others_complete(world: World) -> None:

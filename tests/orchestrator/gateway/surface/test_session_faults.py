@@ -13,8 +13,7 @@ import pytest
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, SESSIONS
-from grpo_orch.policies.serving.wire import CHAT
+from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, SESSIONS
 from tests.budget import HANG_S
 from tests.orchestrator.gateway.surface.test_hostile_sessions import check_empty
 from tests.orchestrator.gateway.surface.test_sessions import TOOL, Agent, check_branch, contents

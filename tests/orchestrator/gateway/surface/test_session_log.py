@@ -23,25 +23,20 @@ from grpo_orch.orchestrator.gateway.surface.session_log import (
     TurnGenerated,
     TurnPart,
 )
-from grpo_orch.policies.serving.sessions import OpenSession
-from grpo_orch.policies.serving.wire import PolicyRef
-
-OPENING = OpenSession(PolicyRef("0-0", "policies/0-0"), 5)
+from grpo_orch.policies.serving.wire import OpenSession, PolicyRef
 
 
-def opened(name: str = "s", opening: bytes = b"o") -> SessionOpened:
-    return SessionOpened(name, opening, OPENING)
+def opened(name: str = "s", seed: int = 5) -> SessionOpened:
+    return SessionOpened(name, OpenSession(PolicyRef("0-0", "policies/0-0"), seed))
 
 
-def made(number: int = 0, tokens: int = 3, name: str = "s", opening: bytes = b"o") -> TurnGenerated:
-    return TurnGenerated(
-        name, opening, b"k", number, [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", []
-    )
+def made(number: int = 0, tokens: int = 3, name: str = "s") -> TurnGenerated:
+    return TurnGenerated(name, (b"k", number), [1, 2], [3] * tokens, [0.0] * tokens, "stop", None, "node", [])
 
 
 def part(start: int, end: int, number: int = 0, name: str = "s") -> TurnPart:
     tokens = list(range(start, end))
-    return TurnPart(name, b"o", b"k", number, start, tokens, [0.0] * len(tokens))
+    return TurnPart(name, (b"k", number), start, tokens, [0.0] * len(tokens))
 
 
 def begun(
@@ -69,7 +64,7 @@ def store(tmp_path: Path) -> Store:
 
 def test_session_opened_again_after_its_end_is_kept(path: Path) -> None:
     log, _ = begun(path)
-    again: list[Record] = [opened(opening=b"new"), made(opening=b"new")]
+    again: list[Record] = [opened(seed=6), made()]
     before: list[Record] = [opened(), made(), part(0, 2, 1), SessionClosed("s")]
     for record in before + again:
         log.append(record)

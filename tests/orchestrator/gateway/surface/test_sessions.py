@@ -12,10 +12,9 @@ import pytest
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.member import EASE_IN_REQUESTS
-from grpo_orch.policies.serving.sessions import HEADER_REQUEST, HEADER_SESSION, LIMIT_CODE, SESSIONS, Branch, Trace
-from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY
-from tests.rigs.gateway_world import World
+from grpo_orch.policies.serving.membership import EASE_IN_REQUESTS
+from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, LIMIT_CODE, SESSIONS, Branch, Trace
+from tests.rigs.gateway_world import World, events_of
 from tests.stand_ins.fake_vllm import END, FOREVER, VOCABULARY, completion, rendered
 
 OPEN: dict[str, Any] = {
@@ -142,15 +141,26 @@ async def test_two_branches_with_a_common_turn_train_on_it_once(world: World) ->
     assert sum(second.mask) == second.turns[1].end - second.turns[1].start
 
 
-async def test_other_tools_begin_a_branch(world: World) -> None:
-    """The template prints the tools before all messages: what was recorded does not begin with these."""
+OTHER_TOOL = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "branches"),
+    [
+        ({"tools": [TOOL]}, {"tools": [TOOL]}, 1),
+        ({"tools": [TOOL]}, {"tools": [OTHER_TOOL]}, 2),  # the template prints them before all messages
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}, 1),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "high"}, 2),
+    ],
+)
+async def test_what_the_template_prints_otherwise_begins_a_branch(
+    world: World, first: dict[str, Any], second: dict[str, Any], branches: int
+) -> None:
     await world.node("a")
     agent = await Agent(world).open()
-    agent.more = {"tools": [TOOL]}
-    await agent.turn()
-    renamed = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
-    await agent.turn(tools=[renamed])
-    assert len((await agent.trace()).branches) == 2
+    await agent.turn(**first)
+    await agent.turn(**second)
+    assert len((await agent.trace()).branches) == branches
 
 
 async def test_reencoded_arguments_are_the_same_call(world: World) -> None:
@@ -170,14 +180,11 @@ async def test_reencoded_arguments_are_the_same_call(world: World) -> None:
 
 async def test_missing_reasoning_begins_a_branch(world: World) -> None:
     await world.node("a")
-    for sent_back, branches in ((True, 1), (False, 2)):
-        agent = await Agent(world, f"reasons-{sent_back}").open()
-        message = await agent.turn(reasoning_effort="high")
-        assert message["reasoning"]
-        if not sent_back:
-            del agent.messages[1]["reasoning"]
-        await agent.turn(reasoning_effort="high")
-        assert len((await agent.trace()).branches) == branches
+    agent = await Agent(world).open()
+    assert (await agent.turn(reasoning_effort="high"))["reasoning"]
+    del agent.messages[1]["reasoning"]
+    await agent.turn(reasoning_effort="high")
+    assert len((await agent.trace()).branches) == 2
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9])
@@ -294,17 +301,6 @@ async def test_repeated_request_name_gets_the_same_turn(tmp_path: Path) -> None:
         agent.world = world
         assert len((await agent.trace()).branches) == 2
         assert len(node.asked) == 1
-
-
-async def test_unopened_session_gets_the_newest_policy(world: World) -> None:
-    await world.node("a")
-    agent, headers = Agent(world, "an-agent-of-mine"), {HEADER_SESSION: "an-agent-of-mine"}
-    assert (await agent.ask()).status_code == 404, "at its own address it has to be opened"
-    for _ in range(2):
-        answer = await world.http.post(CHAT, json={"messages": [USER], "max_tokens": 5}, headers=headers)
-        assert answer.status_code == 200
-    trace = await agent.trace()
-    assert (trace.policy, len(trace.branches)) == ("0-0", 2)
 
 
 async def test_a_record_that_was_cut_off_is_none(tmp_path: Path) -> None:
@@ -446,45 +442,17 @@ async def test_member_new_to_others_keeps_its_sessions(world: World) -> None:
 async def test_a_stream_is_the_answer_at_once(world: World) -> None:
     await world.node("a")
     agent = await Agent(world).open()
-    url = f"{SESSIONS}/{agent.name}{CHAT}"
-    options = {"tools": [TOOL], "stream_options": {"include_usage": True}, "logprobs": True}
-    async with world.stream(url, messages=agent.messages, **options) as heard:
-        await heard.read()
+    options: dict[str, Any] = {"tools": [TOOL], "stream_options": {"include_usage": True}, "logprobs": True}
+    event, last = events_of(await agent.ask(stream=True, return_token_ids=True, **options))
     again = await Agent(world).open()
     again.more = {"tools": [TOOL]}
     message = await again.turn()
-    [delta] = [one["delta"] for one in heard.choices()]
+    [choice] = event["choices"]
+    delta = choice["delta"]
     assert delta.get("content") == message.get("content")
     told = [{key: value for key, value in call.items() if key != "index"} for call in delta.get("tool_calls", [])]
     assert told == message.get("tool_calls", [])
-    assert heard.chunks[-1]["usage"]["completion_tokens"] == len(heard.token_ids(0))
-
-
-async def test_a_trace_in_openenvs_form_has_each_answer_once(world: World) -> None:
-    node = await world.node("a")
-    agent = await Agent(world).open()
-    await agent.turn()
-    fork = list(agent.messages)
-    await agent.turn()
-    await agent.ask([*fork[:-1], {"role": "user", "content": "another question"}])
-    url = f"{SESSIONS}/{agent.name}"
-    found = (await world.http.get(url, params={"form": "openenv"})).json()
-    assert found["schema_version"] == 1
-    assert [one["prompt_token_ids"] for one in found["turns"]] == [asked["prompt"] for asked in node.asked]
-    for one, asked in zip(found["turns"], node.asked, strict=True):
-        tokens, logprobs, _ = completion(asked, asked["prompt"])
-        assert (one["completion_token_ids"], one["per_token_logps"]) == (tokens, logprobs)
-        assert one["loss_mask"] == [0] * len(asked["prompt"]) + [1] * len(tokens)
-    assert len({one["node_id"] for one in found["turns"]}) == 3
-    assert (await world.http.get(url, params={"form": "other"})).status_code == 400
-
-
-async def test_a_header_names_the_session_too(world: World) -> None:
-    await world.node("a")
-    agent = await Agent(world).open()
-    answer = await world.http.post(CHAT, json={"messages": [USER]}, headers={HEADER_SESSION: agent.name})
-    assert (answer.headers[HEADER_SESSION], answer.headers[HEADER_POLICY]) == (agent.name, "0-0")
-    assert len((await agent.trace()).branches) == 1
+    assert last["usage"]["completion_tokens"] == len(choice["token_ids"])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Split requests into batches within the gateway's limits on number and size."""
+"""A trainer's requests: their seeds, and their division into batches within the gateway's limits."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 from grpo_orch.policies.serving.wire import CompletionRequest
@@ -26,3 +27,14 @@ def split_batches(
         tokens += added
     if piece:
         yield piece
+
+
+def request_seed(run_seed: int, timeline: int, step: int, call: int, prompt: int, sample: int) -> int:
+    """Return a seed in [0, 2**63) for one completion.
+
+    `call` counts the generate calls within a step (training, then evaluation, then tool turns), `prompt` is
+    the index within the call and `sample` the index within the prompt's group. BLAKE2b spreads neighbouring
+    inputs over the whole range. The timeline is an input, so a step repeated after a rollback gets new samples.
+    """
+    identity = f"{run_seed}/{timeline}/{step}/{call}/{prompt}/{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
