@@ -1,7 +1,6 @@
 """Read a bucket's rules, which may keep deleted objects or delete needed ones.
 
-Only for S3, through botocore, which s3fs requires: the libraries used here cannot read the rules of Google or
-Azure.
+Only for S3, through botocore: the libraries used here cannot read the rules of Google or Azure.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def rules_of(url: str, options: Options, client: Any = None) -> BucketRules:
         client: botocore's, to read the rules; None: made from the options.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("s3", "s3a"):
+    if parts.scheme != "s3":
         raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read")
     client = client or _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
@@ -128,25 +127,16 @@ def _client(options: Options) -> Any:
     from botocore.config import Config
     from botocore.session import Session
 
-    place, credentials, profile = _settings(dict(options))
+    settings, provider = aws_settings(options)
+    settings |= provider() if provider else {}
+    region = settings.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = settings.get("endpoint") or settings.get("endpoint_url") or os.environ.get("AWS_ENDPOINT")
+    arguments = {
+        "region_name": region or "us-east-1",
+        "endpoint_url": endpoint,
+        "aws_access_key_id": settings.get("access_key_id"),
+        "aws_secret_access_key": settings.get("secret_access_key"),
+        "aws_session_token": settings.get("token"),
+    }
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"max_attempts": 1})
-    return Session(profile=profile).create_client("s3", config=config, **place, **credentials)
-
-
-def _settings(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Return endpoint and region, credentials, and profile, from the options of either driver."""
-    if options.pop("driver", "obstore") == "fsspec":
-        place = {"endpoint_url": options.get("endpoint_url"), "region_name": "us-east-1"}
-        keys = ("key", "secret", "token")
-        profile = options.get("profile")
-    else:
-        options, provider = aws_settings(options)
-        options |= provider() if provider else {}
-        endpoint = options.get("endpoint") or options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT")
-        place = {"endpoint_url": endpoint, "region_name": options.get("region") or os.environ.get("AWS_REGION")}
-        keys = ("access_key_id", "secret_access_key", "token")
-        profile = None
-    names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
-    credentials = {name: options[key] for name, key in zip(names, keys, strict=True) if options.get(key)}
-    place["region_name"] = place["region_name"] or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return {key: value for key, value in place.items() if value}, credentials, profile
+    return Session().create_client("s3", config=config, **arguments)

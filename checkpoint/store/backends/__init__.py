@@ -1,8 +1,7 @@
 """The interface of a store's backend, with one implementation for each library.
 
-`obstore_backend` serves file, s3, gs, az and memory; `fsspec_backend` fsspec's other schemes, and any scheme with
-the option `driver: fsspec`. A backend makes each call once and lets its library's exceptions pass; `fault`
-classifies them. Only `checkpoint.store.run_store` retries.
+`files` serves folders, `obstore_backend` s3, gs, az and memory. A backend makes each call once and lets its
+library's exceptions pass; `fault` classifies them. Only `checkpoint.store.run_store` retries.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ from grpo_orch.orchestrator.cli.doctor import lifecycle
 from tests.rigs.store.server import S3Server
 
 
-@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, moto: S3Server, tmp_path: Path) -> Store:
+@pytest.fixture
+def store(moto: S3Server, tmp_path: Path) -> Store:
     """A run in a bucket of its own."""
     name = "rules-" + "".join(char if char.isalnum() else "-" for char in tmp_path.name.lower())[-50:].strip("-")
     moto.client().create_bucket(Bucket=name, ObjectLockEnabledForBucket="lock" in tmp_path.name)
-    options = moto.fsspec_options() if request.param == "fsspec" else moto.options()
-    return Store(f"s3://{name}/runs/one", options=options, retry_s=5.0)
+    return Store(f"s3://{name}/runs/one", options=moto.options(), retry_s=5.0)
 
 
 def bucket_of(store: Store) -> str:

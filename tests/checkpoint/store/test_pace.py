@@ -13,7 +13,7 @@ import pytest
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow, MetricsWriter
 from grpo_orch.checkpoint.store import run_store
-from grpo_orch.checkpoint.store.run_store import Pace, Store, interval_of
+from grpo_orch.checkpoint.store.run_store import Pace, Store
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
@@ -50,11 +50,6 @@ def test_the_second_of_two_writers_waits_for_the_first() -> None:
     for _ in range(3):
         held.wait("a")
     assert slept == [1.0, 2.0]
-
-
-def test_only_google_requires_it() -> None:
-    schemes = ("gs", "gcs", "s3", "az", "abfs", "file", "memory")
-    assert {scheme for scheme in schemes if interval_of(f"{scheme}://bucket/run")} == {"gs", "gcs"}
 
 
 class Google(BaseHTTPRequestHandler):
