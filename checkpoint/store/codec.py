@@ -17,6 +17,8 @@ from grpo_orch.policies.model.state import RunState
 # events: a state stored with another number is discarded and folded again from the events.
 STATE_SCHEMA = 31
 
+_MAPPINGS = ("nodes", "slots", "kinds", "pools", "reports")  # of a state
+
 # Larger integers are rejected: arithmetic with a float would raise OverflowError.
 _INT_END = 2**64
 _MANY_DIGITS, _DIGITS_AS_ZERO = b"0" * 20, bytes.maketrans(b"123456789", b"0" * 9)
@@ -88,18 +90,8 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 
 def state_to_plain(state: RunState) -> dict[str, Any]:
     """Convert a state to JSON data, deterministically: sets are sorted, mappings keep their order."""
-    plain = msgspec.to_builtins(
-        replace(
-            state,
-            nodes=dict(state.nodes),
-            slots=dict(state.slots),
-            kinds=dict(state.kinds),
-            pools=dict(state.pools),
-            reports=dict(state.reports),
-        )
-    )
-    sets = ("commands_taken",)
-    return {**plain, **{name: sorted(getattr(state, name)) for name in sets}}
+    mappings: dict[str, Any] = {name: dict(getattr(state, name)) for name in _MAPPINGS}
+    return {**msgspec.to_builtins(replace(state, **mappings)), "commands_taken": sorted(state.commands_taken)}
 
 
 def state_from_plain(data: dict[str, Any], where: str) -> RunState:
@@ -108,11 +100,5 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
         state = msgspec.convert(data, RunState)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
-    return replace(
-        state,
-        nodes=MappingProxyType(dict(state.nodes)),
-        slots=MappingProxyType(dict(state.slots)),
-        kinds=MappingProxyType(dict(state.kinds)),
-        pools=MappingProxyType(dict(state.pools)),
-        reports=MappingProxyType(dict(state.reports)),
-    )
+    mappings: dict[str, Any] = {name: MappingProxyType(dict(getattr(state, name))) for name in _MAPPINGS}
+    return replace(state, **mappings)

@@ -48,11 +48,10 @@ from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.control.leaving import NOTICE_S
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.node_contract import NOTICE, REBALANCE, WORK
+from grpo_orch.policies.model.node_contract import NOTICE, REBALANCE, WORK, AttemptRecord
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.tasks.machine import dead_man, metadata
 from grpo_orch.tasks.machine.children import (
-    AttemptRecord,
     adopt_orphans,
     end_descendants,
     end_in_order,

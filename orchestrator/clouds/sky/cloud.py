@@ -143,16 +143,6 @@ class SkyCloud:
         }
         return [by_role[role] for role, _, _ in wanted_slots(self._spec)]
 
-    def without_quota(self) -> list[str]:
-        """See `Cloud.without_quota`."""
-        region = sole_region(self._spec)
-        lines = []
-        for role in dict.fromkeys(role for role, _, _ in wanted_slots(self._spec)):
-            market = market_of(role, self._spec)
-            resources = resources_for(self._resources(role), role, market, region)
-            lines += quota_lines(self._sky, role, resources, market)
-        return lines
-
     def pools(self) -> list[PoolOffer]:
         """See `Cloud.pools`."""
         region = sole_region(self._spec)
@@ -344,32 +334,3 @@ class FailedLaunches:
             return error
         self._clusters.record(cluster)
         return CloudRefused(error.refusal, str(error), machine_exists=True)
-
-
-# Quotas of zero. AWS and GCP report them.
-
-QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
-QUOTA_CHECKS_MAX = 8  # per role: without a named place there are dozens of regions, at about 1 s each
-
-
-def quota_lines(sky: SkyPilot, role: Role, resources: dict[str, Any], market: Market) -> list[str]:
-    """Return a line for each instance type with a quota of zero, among SkyPilot's cheapest offers.
-
-    A quota belongs to an instance type, market and region. Empty also where offers or quotas are unknown.
-    """
-    try:
-        offers = sky.offers(resources, spot=market is Market.SPOT)
-        kinds: dict[tuple[str, str], SkyOffer] = {}
-        for offer in offers:
-            kinds.setdefault((region_of(offer.infra), offer.instance_type), offer)
-        checked = list(kinds.items())[:QUOTA_CHECKS_MAX]
-        lacking = [kind for kind, offer in checked if not sky.has_quota(offer)]
-    except (CloudRefused, CloudUnavailable):
-        return []
-    market_name = market.replace("_", " ")
-    return [f"{role}: {zero_quota(kind, market_name, region)}" for region, kind in lacking]
-
-
-def zero_quota(kind: str, market: str, places: str) -> str:
-    """Return the message for a quota of zero."""
-    return f"the account's quota for {kind} {market} is zero in {places}; request more: {QUOTA_HELP}"
