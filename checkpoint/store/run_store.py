@@ -19,8 +19,7 @@ from typing import TypeVar, cast
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
-from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options
-from grpo_orch.checkpoint.store.backends.answers import one_line
+from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options, one_line
 from grpo_orch.checkpoint.store.backends.files import open_folder
 from grpo_orch.checkpoint.store.backends.obstore_backend import open_obstore
 from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from grpo_orch.checkpoint.store.bucket import BucketRules, rules_of
+from grpo_orch.checkpoint.store.backends.aws import BucketRules, rules_of
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store

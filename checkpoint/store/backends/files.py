@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options
-from grpo_orch.checkpoint.store.backends.answers import of_errno
+from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options, of_errno
 from grpo_orch.checkpoint.store.errors import StoreUnusable
 
 # Documents are synced immediately. Larger files are valid only once a document refers to them, so they wait for

@@ -11,8 +11,17 @@ import obstore
 from obstore import exceptions as raw
 from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
-from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options
-from grpo_orch.checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
+from grpo_orch.checkpoint.store.backends import (
+    REACH,
+    RIGHTS,
+    BytesLike,
+    Entry,
+    Fault,
+    Options,
+    of_answer,
+    of_errno,
+    one_line,
+)
 from grpo_orch.checkpoint.store.backends.aws import aws_settings
 from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 

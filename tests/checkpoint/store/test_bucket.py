@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
+from grpo_orch.checkpoint.store.backends.aws import BucketRules, RulesUnknown, rules_of
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.doctor import lifecycle
 from tests.rigs.store.server import S3Server
