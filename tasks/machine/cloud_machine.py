@@ -210,9 +210,6 @@ def _run_attempt(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reporter = _reporter(env, store)
 
-    def located(zone: str) -> None:
-        log.info("metadata_service_found", zone=zone)
-
     def noticed(why: str, lasts_s: float) -> None:
         log.warning("preemption_notice", reason=why, lasts_s=lasts_s)
         (workdir / NOTICE).write_text(str(lasts_s))  # read by the work
@@ -223,8 +220,8 @@ def _run_attempt(
         (workdir / REBALANCE).touch()  # for the next attempt on this machine
         reporter.rebalance()
 
-    stop, callbacks = threading.Event(), metadata.Callbacks(located, rebalance, noticed)
-    threading.Thread(target=metadata.watch, args=(services, callbacks, stop), daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=metadata.watch, args=(services, rebalance, noticed, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
     code, reason = exit_code_of(work.wait()), take_reason(workdir)

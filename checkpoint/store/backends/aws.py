@@ -121,8 +121,8 @@ def _session(name: str | None) -> Any:
     return Session(profile=name)
 
 
-# A bucket's rules, which may keep deleted objects or delete needed ones. Only of S3: the libraries used here cannot
-# read the rules of Google or Azure.
+# A bucket's rules, which may keep deleted objects or delete needed ones. Only of S3: the libraries used here
+# cannot read the rules of Google or Azure.
 
 TIMEOUT_S = 10.0
 _SIZES = {"ObjectSizeGreaterThan", "ObjectSizeLessThan"}
