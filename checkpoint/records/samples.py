@@ -118,7 +118,7 @@ def stored_calls(store: Store) -> dict[PolicyVersion, list[str]]:
     found: dict[tuple[PolicyVersion, int], str] = {}
     for entry in store.entries(layout.SAMPLES):
         with contextlib.suppress(ValueError):  # a foreign file in the prefix
-            call = layout.scored_call_of(entry.key)
+            call = layout.call_of(entry.key)
             if call not in found or layout.author_of(found[call]) < layout.author_of(entry.key):
                 found[call] = entry.key
     by_version: dict[PolicyVersion, list[str]] = {}

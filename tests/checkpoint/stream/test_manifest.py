@@ -32,14 +32,20 @@ def folder(path: Path, **files: bytes) -> Path:
     return path
 
 
+def fetch(store: Store, prefix: str, target: Path) -> Manifest:
+    found = manifest.load(store, prefix)
+    manifest.materialize(store, found.root, found.files, target)
+    return found
+
+
 def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path) -> None:
     source = folder(tmp_path / "src", one=b"1" * 1000, two=b"2", none=b"")
     published = manifest.publish(store, PREFIX, source, VERSION, 5.0, {"torch": "2"})
     cut_off = layout.policy(PolicyVersion(0, 9), (0, 1, 1))
     store.put(f"{cut_off}/one", b"cut off before its manifest")
     with pytest.raises(NotFound):
-        manifest.fetch(store, cut_off, tmp_path / "none")
-    fetched = manifest.fetch(store, PREFIX, tmp_path / "dst")
+        fetch(store, cut_off, tmp_path / "none")
+    fetched = fetch(store, PREFIX, tmp_path / "dst")
     assert fetched == published
     assert (fetched.meta, fetched.size_bytes) == ({"torch": "2"}, 1001)
     assert (tmp_path / "dst" / "one").read_bytes() == b"1" * 1000
@@ -60,7 +66,7 @@ def test_damaged_files_are_never_used(store: Store, tmp_path: Path, damage: str)
         case "missing":
             store.delete([chunk])
     with pytest.raises((Corrupt, NotFound)):
-        manifest.fetch(store, PREFIX, tmp_path / "dst")
+        fetch(store, PREFIX, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
     assert sorted(p.name for p in tmp_path.iterdir() if "part" in p.name) == []
 
@@ -69,7 +75,7 @@ def test_leftovers_of_a_fetch_are_replaced_at_once(store: Store, tmp_path: Path)
     manifest.publish(store, PREFIX, folder(tmp_path / "src", model=b"weights"), VERSION, 0.0)
     folder(tmp_path / ".dst.part", model=b"older and longer", extra=b"not in this one")
     folder(tmp_path / "dst", model=b"old", stale=b"old")
-    manifest.fetch(store, PREFIX, tmp_path / "dst")
+    fetch(store, PREFIX, tmp_path / "dst")
     assert {path.name: path.read_bytes() for path in (tmp_path / "dst").iterdir()} == {"model": b"weights"}
 
 
