@@ -39,8 +39,7 @@ from grpo_orch.tasks.machine.leaving import Leaving
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.machine.spooling import SpoolFull, make_spool
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
-from grpo_orch.tasks.storing.publish import PolicyPublisher
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher, PolicyPublisher
 from grpo_orch.tasks.storing.restoring import BASE_MODEL, Restored
 from grpo_orch.tasks.storing.sample_writer import SampleWriter
 from grpo_orch.tasks.storing.saving import CheckpointSaver, read_detector

@@ -22,7 +22,7 @@ from grpo_orch.policies.weights.adapters import ADAPTER_WEIGHTS
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.machine.base_model import identity_of
 from grpo_orch.tasks.rollout.vllm.flags import takes_adapters
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trainer.assemble import policy_publisher
 from grpo_orch.tasks.trl.weights import adapter_tensors

@@ -1,4 +1,4 @@
-"""Damaged optional data is reported once and left out; a damaged document that steers the run is Corrupt by name."""
+"""Damaged optional data is reported once and left out; a damaged document that steers the run is Corrupt."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.machine.base_model import identity_of
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl.canary import canary_of
 from grpo_orch.tasks.trl.weights import adapter_tensors
