@@ -13,13 +13,13 @@ import structlog
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.codec import from_json, to_json
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.stream.chunks import TransferLog
 from grpo_orch.checkpoint.stream.spool import Seal, Spool, UploaderState
 from grpo_orch.policies.detect.divergence import Detector
 from grpo_orch.policies.ledger.retention import keep_before, keep_since
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.tasks.machine.spooling import SpoolFull
-from grpo_orch.tasks.machine.transfer_log import TransferLog
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
