@@ -16,6 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.records.samples import SampleWriter
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.manifest import files_below
 from grpo_orch.checkpoint.stream.spool import Spool
@@ -41,7 +42,6 @@ from grpo_orch.tasks.machine.spooling import SpoolFull, make_spool
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.publish import AdapterPublisher, PolicyPublisher
 from grpo_orch.tasks.storing.restoring import BASE_MODEL, Restored
-from grpo_orch.tasks.storing.sample_writer import SampleWriter
 from grpo_orch.tasks.storing.saving import CheckpointSaver, read_detector
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.storing.tensors import read_served_types
