@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -25,49 +23,6 @@ from grpo_orch.checkpoint.store.backends.obstore_backend import open_obstore
 from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 
 log = structlog.get_logger()
-
-# Rate limit for writes to one object, where the store has one.
-#
-# Google Cloud Storage accepts one write a second to a name and refuses more with 429
-# (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a
-# status or a row of metrics may come sooner: its writer waits here, and newer values go into the next write. S3
-# and Azure accept thousands of writes a second to one name.
-
-GOOGLE_INTERVAL_S = 1.0
-
-
-class Pace:
-    """Delays writes to a name that follow too closely. Thread-safe.
-
-    Args:
-        interval_s: between two writes to one name; 0: no waiting.
-    """
-
-    def __init__(
-        self,
-        interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._sleep = sleep
-        self._last_s: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def wait(self, key: str) -> None:
-        """Return when the object may be written. Concurrent callers wait in turn."""
-        if not self._interval_s:
-            return
-        with self._lock:
-            now_s = self._clock()
-            expired_s = now_s - self._interval_s
-            self._last_s = {name: at_s for name, at_s in self._last_s.items() if at_s > expired_s}
-            at_s = max(now_s, self._last_s.get(key, expired_s) + self._interval_s)
-            self._last_s[key] = at_s
-        if at_s > now_s:
-            self._sleep(at_s - now_s)
-
 
 __all__ = ["OPTIONS_ENV", "Entry", "Store"]
 
@@ -99,7 +54,6 @@ class Store:
         self.url = url.rstrip("/")
         self.retry_s = retry_s
         self._shown = one_line(self.url)
-        self._pace = Pace(GOOGLE_INTERVAL_S if self.url.startswith("gs://") else 0.0)
         self.options = _options_of_environment() if options is None else options  # may hold secrets
         self._backend = _open(self.url, self.options)
 
@@ -131,9 +85,8 @@ class Store:
     def put(self, key: str, data: BytesLike) -> None:
         """Write or replace the object in one request; readers see the old or the new one.
 
-        Waits if the store limits the rate of writes to one object.
+        Google Cloud Storage accepts one write a second to a name and refuses more with 429, which is retried.
         """
-        self._pace.wait(key)
         self._try(f"write {key}", lambda: self._backend.put(key, data))
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
