@@ -67,8 +67,7 @@ from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_
 
 log = structlog.get_logger()
 
-RETRY_S = 0.5  # doubled with each consecutive failure
-RETRY_MAX_S = 10.0
+RETRY_S = 2.0
 
 
 class Reporter:
@@ -108,7 +107,6 @@ class Reporter:
         self._changed.notify_all()
 
     def _write(self) -> None:
-        failures = 0
         while True:
             with self._changed:
                 while self._written is self._report:
@@ -117,12 +115,9 @@ class Reporter:
             try:
                 documents.machine(report.node).write(self._store, report)
             except StoreError as error:  # even StoreDenied: credentials may be renewed
-                wait_s = min(RETRY_S * 2**failures, RETRY_MAX_S)
-                failures += 1
-                log.warning("machine_report_failed", reason=str(error), retry_in_s=wait_s)
-                time.sleep(wait_s)
+                log.warning("machine_report_failed", reason=str(error))
+                time.sleep(RETRY_S)
                 continue
-            failures = 0
             with self._changed:
                 self._written = report
                 self._changed.notify_all()

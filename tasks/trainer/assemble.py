@@ -11,8 +11,6 @@ from typing import Any
 import datasets
 import structlog
 from transformers import PrinterCallback, set_seed
-from transformers.trainer import OPTIMIZER_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_orch.checkpoint.records.documents import RunRecord
@@ -311,7 +309,7 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
-    """Make the machine's spool in the first process, with memory reserved for the large checkpoint files."""
+    """Make the machine's spool in the first process."""
     spool, first = None, trainer.is_world_process_zero()
     weights_bytes, optimizer_bytes = checkpoint_bytes(trainer)
     try:
@@ -320,9 +318,6 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
                 spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
     except SpoolFull as error:
         raise BadSpec(str(error)) from error
-    if spool is not None:
-        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # their files have other names
-        spool.prepare({WEIGHTS_NAME: weights_bytes, **({} if is_sharded else {OPTIMIZER_NAME: optimizer_bytes})})
     return spool
 
 
