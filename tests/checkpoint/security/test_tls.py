@@ -1,5 +1,5 @@
-"""The run's certificate, and mutual TLS between the real libraries of trainer, gateway and node: who belongs to the
-run is served, strangers are told nothing, and no stranger is told the run's secret.
+"""The run's certificate, and mutual TLS between the real libraries of trainer, gateway and node: who belongs to
+the run is served, strangers are told nothing, and no stranger is told the run's secret.
 
 0.0.0.0 is an address that is not loopback, and that Linux connects to this machine.
 """
