@@ -142,12 +142,6 @@ def test_steps_of_one_window_share_its_generation() -> None:
     assert timing.fleet_idle_s == pytest.approx(8.5)
 
 
-def test_replayed_steps_and_restarts_have_no_timing() -> None:
-    replayed = timed(2, 10.0, 0.0, **{REPLAYED.removeprefix("orch/"): 1.0})
-    later = MetricsRow(0, 3, 500.0, 2, {GENERATE_S: 4.0, GENERATE_NODE_S: 4.0})
-    assert timings(timed(1, 0.0), replayed, later) == []
-
-
 def test_trainer_that_generates_itself_is_not_idle() -> None:
     own = MetricsRow(0, 2, 10.0, 1, {GENERATE_S: 6.0, OWN_GENERATE_S: 6.0, GENERATE_NODE_S: 0.0})
     (found,) = timings(timed(1, 0.0), own, timed(3, 20.0))
