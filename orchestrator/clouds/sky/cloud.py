@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds.local import lines_of
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
-from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
+from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from grpo_orch.orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
 from grpo_orch.orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
 from grpo_orch.orchestrator.clouds.sky.watch import (
@@ -101,12 +101,9 @@ class SkyCloud:
             try:
                 # Only a machine that this process set up certainly has this version of the project.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
-                    with timed("run_again", name):
-                        self._sky.run_again(name, work, CALL_TIMEOUT_S)
+                    self._sky.run_again(name, work, CALL_TIMEOUT_S)
                 else:
-                    with timed("launch", name):
-                        cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
-                    self._clusters.record(cluster)
+                    self._clusters.record(self._sky.launch(name, work, LAUNCH_TIMEOUT_S))
             except Exception as error:
                 classified = self._failed.classify(name, error)
                 if entry is None and not (isinstance(classified, CloudRefused) and classified.machine_exists):
@@ -122,7 +119,7 @@ class SkyCloud:
         """See `Cloud.terminate`. Also ends a launch of the same machine that is in progress."""
         name = self._prefix + node
         is_launching = name in self._clusters.launching()
-        with self._clusters.call(name), timed("down", name):
+        with self._clusters.call(name):
             if is_launching:
                 self._failed.cancel(name)
             self._unrecorded.down(name, CALL_TIMEOUT_S)
@@ -256,9 +253,7 @@ class SkyCloud:
         self._silences[node] = (now_s if due else since_s, now_s)
         if not due:
             return
-        with timed("is_idle", name):
-            is_idle = self._unrecorded.is_idle(name, CALL_TIMEOUT_S)
-        if not is_idle:
+        if not self._unrecorded.is_idle(name, CALL_TIMEOUT_S):
             # A slow answer means a busy machine; the check itself may keep it busy.
             next_s = time.monotonic() + IDLE_REST_FACTOR * (time.monotonic() - now_s)
             self._silences[node] = (next_s, next_s)
