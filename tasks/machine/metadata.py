@@ -87,7 +87,7 @@ class Gcp(MetadataService):
     """Compute Engine's service. Maintenance also ends machines with accelerators, with an hour's notice."""
 
     def is_present(self, http: httpx.Client) -> bool:
-        return self._get(http, "zone").headers.get("Metadata-Flavor") == "Google"
+        return bool(self._get(http, "zone").headers.get("Metadata-Flavor") == "Google")
 
     def notice(self, http: httpx.Client) -> str:
         if self._get(http, "preempted").text.strip() == "TRUE":

@@ -20,7 +20,7 @@ from grpo_orch.checkpoint.stream.manifest import SCHEMA, Manifest, receive
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import labelled_version
 from tests.budget import HANG_S
-from tests.stand_ins.catalog_rig import CHUNK, DictStore
+from tests.stand_ins.catalog_rig import CHUNK, DictStore, fetch
 
 SIZES = {"none": 0, "one": 1, "whole": CHUNK, "more": CHUNK + 1, "many": 5 * CHUNK + 7}
 
@@ -224,12 +224,6 @@ def folder(path: Path, **files: bytes) -> Path:
     for name, data in files.items():
         (path / name).write_bytes(data)
     return path
-
-
-def fetch(store: Store, prefix: str, target: Path) -> Manifest:
-    found = manifest.load(store, prefix)
-    manifest.materialize(store, found.root, found.files, target)
-    return found
 
 
 def test_a_folder_exists_only_with_its_manifest(store: Store, tmp_path: Path) -> None:
