@@ -35,7 +35,6 @@ class Seal:
 
     version: str  # PolicyVersion as text
     made_at_s: float  # seconds since the epoch
-    meta: dict[str, str] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     keep_before_step: int | None = None
     keep_since_step: int | None = None

@@ -294,7 +294,6 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
         heartbeat,
         start.record,
         timeline,
-        meta={"node": start.env.node, "attempt": str(attempt)},
         frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
         detector=lambda: guard.detector,

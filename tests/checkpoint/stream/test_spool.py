@@ -241,7 +241,6 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointS
         heartbeat,
         record,
         timeline,
-        meta={},
         frozen={},
         max_behind_steps=10,
         detector=lambda: Detector(verdict),

@@ -143,7 +143,7 @@ def test_uploader_retires_as_the_simulated_store_does(tmp_path: Path) -> None:
         for step in range(first, last + 1, 10):
             at, verdict = PolicyVersion(timeline, step), Verdict(step=step)
             held = [Checkpoint(str(one), "", "", 0.0, 0) for one in sorted({*listed, at})]
-            seal = Seal(str(at), 0.0, {}, {}, keep_before(step, verdict, 1), keep_since(step, 1))
+            seal = Seal(str(at), 0.0, {}, keep_before(step, verdict, 1), keep_since(step, 1))
             gone = set(retire(held, seal))
             listed = retain(listed, at, verdict, forks[:timeline], spec)
             assert [one.at for one in held if one.at not in gone] == listed
