@@ -125,7 +125,6 @@ def _session(name: str | None) -> Any:
 # cannot read the rules of Google or Azure.
 
 TIMEOUT_S = 10.0
-_SIZES = {"ObjectSizeGreaterThan", "ObjectSizeLessThan"}
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
 # Error codes of a bucket without such a rule, or of a store without support for it.
 _NO_RULE_CODES = {
@@ -163,25 +162,23 @@ class BucketRules:
     archived_days: int | None = None
 
 
-def rules_of(url: str, options: Options, client: Any = None) -> BucketRules:
+def rules_of(url: str, options: Options) -> BucketRules:
     """Read the rules of a run's bucket. Raises RulesUnknown, StoreDenied, StoreUnusable.
 
     Args:
         url: the run's store.
         options: as for Store.
-        client: botocore's, to read the rules; None: made from the options.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3":
         raise RulesUnknown(f"the rules of a {parts.scheme}:// bucket cannot be read")
-    client = client or _client(options)
+    client = _client(options)
     bucket, prefix = parts.netloc, parts.path.strip("/")
     versioning = _query(client.get_bucket_versioning, bucket)
     lifecycle = _query(client.get_bucket_lifecycle_configuration, bucket)
     lock = _query(client.get_object_lock_configuration, bucket).get("ObjectLockConfiguration", {})
     rules = [rule for rule in lifecycle.get("Rules", []) if _covers(rule, prefix)]
-    for_all_sizes = [rule for rule in rules if not _limits(rule).keys() & _SIZES]
-    version_days = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in for_all_sizes]
+    version_days = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in rules]
     object_days = [rule.get("Expiration", {}).get("Days") for rule in rules]
     dates = [rule.get("Expiration", {}).get("Date") for rule in rules]
     moves = [move for rule in rules for move in rule.get("Transitions", ())]
@@ -219,7 +216,11 @@ def _covers(rule: Mapping[str, Any], prefix: str) -> bool:
     large, journal entries small.
     """
     limits = _limits(rule)
-    if rule.get("Status") != "Enabled" or limits.keys() - _SIZES - {"Prefix"}:
+    if rule.get("Status") != "Enabled" or limits.keys() - {
+        "Prefix",
+        "ObjectSizeGreaterThan",
+        "ObjectSizeLessThan",
+    }:
         return False
     rule_prefix = str(limits.get("Prefix", rule.get("Prefix", ""))).strip("/")
     return not rule_prefix or f"{prefix}/".startswith(rule_prefix) or rule_prefix.startswith(f"{prefix}/")

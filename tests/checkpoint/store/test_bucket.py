@@ -105,31 +105,6 @@ def test_bucket_that_deletes_needed_objects_is_reported(
     assert any("deletes objects after 30 days" in line for line in told(store)) is (expected is not None)
 
 
-class Answers:
-    """A versioned bucket's, as botocore has them; moto keeps no sizes of a rule."""
-
-    def __init__(self, rule: dict[str, Any]) -> None:
-        self._rule = {"Status": "Enabled", **rule}
-
-    def get_bucket_versioning(self, **_: str) -> dict[str, Any]:
-        return {"Status": "Enabled"}
-
-    def get_bucket_lifecycle_configuration(self, **_: str) -> dict[str, Any]:
-        return {"Rules": [self._rule]}
-
-    def get_object_lock_configuration(self, **_: str) -> dict[str, Any]:
-        return {}
-
-
-@pytest.mark.parametrize("limit", ["ObjectSizeGreaterThan", "ObjectSizeLessThan"])
-@pytest.mark.parametrize("together", [False, True])
-def test_chunks_are_large_and_entries_small(limit: str, *, together: bool) -> None:
-    limits = {"And": {"Prefix": "runs/", limit: 1 << 20}} if together else {limit: 1 << 20}
-    ends = {"Expiration": {"Days": 30}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}}
-    found = rules_of("s3://ours/runs/one", {}, Answers({"Filter": limits, **ends}))
-    assert found == BucketRules(versioned=True, expires_days=30), "versions of the other sizes stay for ever"
-
-
 def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:
     held = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 14}}}
     moto.client().put_object_lock_configuration(Bucket=bucket_of(store), ObjectLockConfiguration=held)
