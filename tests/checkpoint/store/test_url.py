@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_reading_makes_no_folder_and_the_first_write_does(tmp_path: Path) -> Non
     assert not (tmp_path / "typo").exists()
     writes.create("run.json", b"1")
     assert looks.get("run.json") == b"1", "a store that was opened before anything was there finds it"
+
+
+def test_names_outside_and_folders_that_cannot_be_listed_are_errors(tmp_path: Path) -> None:
+    store = Store((tmp_path / "run").as_uri())
+    store.put("journal", b"a file where a folder should be")
+    calls: list[Callable[[], object]] = [
+        lambda: store.entries("journal"),
+        lambda: store.get("journal/../../other"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnusable):
+            call()
+    assert store.entries("nowhere") == []
 
 
 @pytest.mark.parametrize(
