@@ -29,6 +29,7 @@ from grpo_orch.checkpoint.store.codec import (
     event_from_plain,
     event_to_plain,
     from_json,
+    retry_torn,
     state_from_plain,
     state_to_plain,
     to_json,
@@ -53,7 +54,6 @@ log = structlog.get_logger()
 # is damage.
 
 SCHEMA = 1
-READS = 3  # attempts to read a torn entry: the network may have failed, not the store
 READERS = 16  # concurrent requests; a store answers one in tens of milliseconds
 
 T = TypeVar("T")
@@ -127,19 +127,14 @@ def _is_set_aside(store: Store, number: int) -> bool:
     raise AssertionError("count() never ends")
 
 
+@retry_torn
 def _read_entry(store: Store, number: int) -> Record | None:
     """Return one entry, or None if it does not exist. Raises Torn, Corrupt."""
     key = layout.journal_entry(number)
-    for reads_left in reversed(range(READS)):
-        data = store.get_or_none(key)
-        if data is None:
-            return None
-        try:
-            record = from_json(data, Record, key)
-            break
-        except Torn:
-            if not reads_left:
-                raise
+    data = store.get_or_none(key)
+    if data is None:
+        return None
+    record = from_json(data, Record, key)
     check_schema(record.schema, SCHEMA, key)
     if record.number != number:
         raise Corrupt(

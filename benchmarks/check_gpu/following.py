@@ -24,8 +24,7 @@ from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.rollout.policy_folders import PolicyFolders
 from grpo_orch.tasks.rollout.vllm.worker import Patching
-from grpo_orch.tasks.storing.publish import PolicyPublisher
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher, PolicyPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
 STEPS = 4

@@ -107,7 +107,6 @@ def main() -> None:
     sign_run(store, env.token)
     work = Work()
     spool = make_spool(Path(env.workdir), spec.checkpoints, sum(work.sizes.values()))
-    spool.prepare(work.sizes)
     uploader = start_child([sys.executable, "-m", "grpo_orch.tasks.machine.uploader"], dict(os.environ))
     result: dict[str, Any] = {"usual_s": [], "ours_s": [], "calm_s": [], "beside_s": [], "upload_s": []}
     try:

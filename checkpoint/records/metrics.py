@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, to_json
@@ -153,14 +154,8 @@ def read_chunk(store: Store, key: str, unreadable: UnreadableDocuments | None = 
 
     Invalid rows are skipped and noted in `unreadable`.
     """
-    data = store.get_or_none(key)
-    return [] if data is None else rows_of(data, key, unreadable)
-
-
-def rows_of(data: bytes, key: str, unreadable: UnreadableDocuments | None = None) -> list[MetricsRow]:
-    """Decode a metrics object; see `read_chunk`."""
     rows = []
-    for line in data.splitlines():
+    for line in (store.get_or_none(key) or b"").splitlines():
         try:
             row = from_json(line, MetricsRow, key, _check)
         except Corrupt as error:
@@ -301,19 +296,10 @@ def step_timings(rows: Sequence[MetricsRow]) -> list[tuple[MetricsRow, StepTimin
 
 def median_timing(timings: Iterable[StepTiming]) -> StepTiming | None:
     """Return the median of each field; None without timings."""
-    timings = list(timings)
-    if not timings:
-        return None
-    known = [timing.staleness for timing in timings if timing.staleness is not None]
-    return StepTiming(
-        step_s=median(timing.step_s for timing in timings),
-        generate_s=median(timing.generate_s for timing in timings),
-        train_s=median(timing.train_s for timing in timings),
-        sync_s=median(timing.sync_s for timing in timings),
-        trainer_idle_s=median(timing.trainer_idle_s for timing in timings),
-        fleet_idle_s=median(timing.fleet_idle_s for timing in timings),
-        staleness=median(known) if known else None,
-    )
+    columns = list(zip(*map(astuple, timings), strict=True))
+    known = ([value for value in column if value is not None] for column in columns)
+    medians: list[Any] = [median(values) if values else None for values in known]
+    return StepTiming(*medians) if medians else None
 
 
 def step_times(rows: Sequence[MetricsRow]) -> list[MeasuredStep]:

@@ -147,10 +147,9 @@ def collect(store: Store, unneeded: Callable[[Sequence[PolicyVersion]], Iterable
     Raises StoreError.
     """
     records: dict[PolicyVersion, list[str]] = {}
-    for folder, call_of in ((layout.ROLLOUTS, layout.call_of), (layout.SAMPLES, layout.scored_call_of)):
-        for entry in store.entries(folder):
-            with contextlib.suppress(ValueError):  # a foreign file in the prefix
-                records.setdefault(call_of(entry.key)[0], []).append(entry.key)
+    for entry in [*store.entries(layout.ROLLOUTS), *store.entries(layout.SAMPLES)]:
+        with contextlib.suppress(ValueError):  # a foreign file in the prefix
+            records.setdefault(layout.call_of(entry.key)[0], []).append(entry.key)
     doomed = [key for version in unneeded(list(records)) for key in records[version]]
     store.delete(doomed)
     return len(doomed)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from grpo_orch.checkpoint.store.errors import Corrupt, Torn
 from grpo_orch.policies.model.events import EVENT_TYPES, Event
@@ -17,11 +18,16 @@ from grpo_orch.policies.model.state import RunState
 # events: a state stored with another number is discarded and folded again from the events.
 STATE_SCHEMA = 31
 
+_MAPPINGS = ("nodes", "slots", "kinds", "pools", "reports")  # of a state
+
 # Larger integers are rejected: arithmetic with a float would raise OverflowError.
 _INT_END = 2**64
 _MANY_DIGITS, _DIGITS_AS_ZERO = b"0" * 20, bytes.maketrans(b"123456789", b"0" * 9)
 
 T = TypeVar("T")
+
+# Read a torn object again: the network may have failed, not the store.
+retry_torn = retry(retry=retry_if_exception_type(Torn), stop=stop_after_attempt(3), reraise=True)
 
 
 def to_json(document: object) -> bytes:
@@ -88,18 +94,8 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 
 def state_to_plain(state: RunState) -> dict[str, Any]:
     """Convert a state to JSON data, deterministically: sets are sorted, mappings keep their order."""
-    plain = msgspec.to_builtins(
-        replace(
-            state,
-            nodes=dict(state.nodes),
-            slots=dict(state.slots),
-            kinds=dict(state.kinds),
-            pools=dict(state.pools),
-            reports=dict(state.reports),
-        )
-    )
-    sets = ("commands_taken",)
-    return {**plain, **{name: sorted(getattr(state, name)) for name in sets}}
+    mappings: dict[str, Any] = {name: dict(getattr(state, name)) for name in _MAPPINGS}
+    return {**msgspec.to_builtins(replace(state, **mappings)), "commands_taken": sorted(state.commands_taken)}
 
 
 def state_from_plain(data: dict[str, Any], where: str) -> RunState:
@@ -108,11 +104,5 @@ def state_from_plain(data: dict[str, Any], where: str) -> RunState:
         state = msgspec.convert(data, RunState)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
-    return replace(
-        state,
-        nodes=MappingProxyType(dict(state.nodes)),
-        slots=MappingProxyType(dict(state.slots)),
-        kinds=MappingProxyType(dict(state.kinds)),
-        pools=MappingProxyType(dict(state.pools)),
-        reports=MappingProxyType(dict(state.reports)),
-    )
+    mappings: dict[str, Any] = {name: MappingProxyType(dict(getattr(state, name))) for name in _MAPPINGS}
+    return replace(state, **mappings)

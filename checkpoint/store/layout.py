@@ -55,8 +55,7 @@ _METRICS = re.compile(rf"{METRICS}/[0-9]{{4,}}/([0-9]{{8,}})\.jsonl")
 _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
-_ROLLOUT = re.compile(rf"{ROLLOUTS}/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.json")
-_SAMPLES = re.compile(rf"{SAMPLES}/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.jsonl\.zst")
+_CALL = re.compile(rf"(?:{ROLLOUTS}|{SAMPLES})/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.(?:json|jsonl\.zst)")
 _AUTHOR = re.compile(r"-i([0-9]+)-a([0-9]+)(?:\.json|\.jsonl\.zst|/|$)")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/[0-9]{{4,}}/[0-9]{{8,}}-[0-9a-f]+\.json")
 
@@ -71,7 +70,11 @@ def segment(last: int) -> str:
 
 def number_of(key: str) -> int | None:
     """Return the number in the name of a journal entry, segment or catalog revision; None for a foreign object."""
-    found = _NUMBERED.fullmatch(key)
+    return _number(_NUMBERED, key)
+
+
+def _number(pattern: re.Pattern[str], key: str) -> int | None:
+    found = pattern.fullmatch(key)
     return int(found[1]) if found else None
 
 
@@ -145,24 +148,19 @@ def rollout(version: PolicyVersion, call: int, by: Precedence) -> str:
 
 
 def call_of(key: str) -> tuple[PolicyVersion, int]:
-    """Return the call of a record below ROLLOUTS. Raises ValueError for a foreign name."""
-    found = _ROLLOUT.fullmatch(key)
-    if found is None:
+    """Return the call of a record below ROLLOUTS, or the scoring of one below SAMPLES.
+
+    Raises ValueError for a foreign name.
+    """
+    number = _number(_CALL, key)
+    if number is None:
         raise ValueError(f"not a record of a call: {key!r}")
-    return version_of(key), int(found[1])
+    return version_of(key), number
 
 
 def samples_of_call(version: PolicyVersion, call: int, by: Precedence) -> str:
     """Return the key of a trainer's samples of a scoring; `call` counts the scorings of that version."""
     return f"{SAMPLES}/{version.timeline:04d}/{version.step:08d}-{call:02d}{_author(by)}.jsonl.zst"
-
-
-def scored_call_of(key: str) -> tuple[PolicyVersion, int]:
-    """Return the scoring of a record below SAMPLES. Raises ValueError for a foreign name."""
-    found = _SAMPLES.fullmatch(key)
-    if found is None:
-        raise ValueError(f"not a record of samples: {key!r}")
-    return version_of(key), int(found[1])
 
 
 def sessions(timeline: int, at_ms: int, number: int) -> str:
@@ -196,8 +194,7 @@ def metrics_chunk(timeline: int, step: int) -> str:
 
 def metrics_chunk_of(key: str) -> int | None:
     """Return the number of a metrics object: step // METRICS_CHUNK_STEPS. None for a foreign object."""
-    found = _METRICS.fullmatch(key)
-    return int(found[1]) if found else None
+    return _number(_METRICS, key)
 
 
 def timeline(number: int) -> str:
@@ -206,8 +203,7 @@ def timeline(number: int) -> str:
 
 def timeline_of(key: str) -> int | None:
     """Return the number in the name of a timeline's document; None for a foreign object."""
-    found = _TIMELINE.fullmatch(key)
-    return int(found[1]) if found else None
+    return _number(_TIMELINE, key)
 
 
 def rehearsal(number: int) -> str:
@@ -216,8 +212,7 @@ def rehearsal(number: int) -> str:
 
 def rehearsal_of(key: str) -> int | None:
     """Return the number in the name of a rehearsed fault; None for a foreign object."""
-    found = _REHEARSAL.fullmatch(key)
-    return int(found[1]) if found else None
+    return _number(_REHEARSAL, key)
 
 
 def evaluation(name: str) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from grpo_orch.checkpoint.store.backends.answers import CREATE_ONLY, one_line
+from grpo_orch.checkpoint.store.backends import CREATE_ONLY, one_line
 from grpo_orch.checkpoint.store.errors import AlreadyExists, StoreError, StoreUnavailable, StoreUnusable
 from grpo_orch.checkpoint.store.run_store import Store
 

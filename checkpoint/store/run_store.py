@@ -1,7 +1,7 @@
 """A run's prefix in an object store: objects by name, with create-only writes.
 
-All stored data goes through this class, for `file://`, `s3://`, `gs://`, `az://`, `memory://` and fsspec's schemes
-alike. Transient failures are retried here and nowhere below, for as long as the caller allows. All errors are of
+All stored data goes through this class, for `file://`, `s3://`, `gs://`, `az://` and `memory://` alike. Transient
+failures are retried here and nowhere below, for as long as the caller allows. All errors are of
 `checkpoint.store.errors`.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -19,79 +17,32 @@ from typing import TypeVar, cast
 import structlog
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
-from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options
-from grpo_orch.checkpoint.store.backends.answers import one_line
-from grpo_orch.checkpoint.store.backends.obstore_backend import open_folder, open_obstore
+from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options, one_line
+from grpo_orch.checkpoint.store.backends.files import open_folder
+from grpo_orch.checkpoint.store.backends.obstore_backend import open_obstore
 from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
 
 log = structlog.get_logger()
-
-# Rate limit for writes to one object, where the store has one.
-#
-# Google Cloud Storage accepts one write a second to a name and refuses more with 429
-# (https://cloud.google.com/storage/quotas, "Maximum rate of writes to the same object name"). A heartbeat, a
-# status or a row of metrics may come sooner: its writer waits here, and newer values go into the next write. S3
-# and Azure accept thousands of writes a second to one name.
-
-INTERVALS_S = {"gs": 1.0, "gcs": 1.0}  # by scheme
-
-
-def interval_of(url: str) -> float:
-    """Return the minimum interval between writes to one object, in seconds."""
-    return INTERVALS_S.get(url.partition("://")[0], 0.0)
-
-
-class Pace:
-    """Delays writes to a name that follow too closely. Thread-safe.
-
-    Args:
-        interval_s: between two writes to one name; 0: no waiting.
-    """
-
-    def __init__(
-        self,
-        interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._interval_s = interval_s
-        self._clock = clock
-        self._sleep = sleep
-        self._last_s: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def wait(self, key: str) -> None:
-        """Return when the object may be written. Concurrent callers wait in turn."""
-        if not self._interval_s:
-            return
-        with self._lock:
-            now_s = self._clock()
-            expired_s = now_s - self._interval_s
-            self._last_s = {name: at_s for name, at_s in self._last_s.items() if at_s > expired_s}
-            at_s = max(now_s, self._last_s.get(key, expired_s) + self._interval_s)
-            self._last_s[key] = at_s
-        if at_s > now_s:
-            self._sleep(at_s - now_s)
-
 
 __all__ = ["OPTIONS_ENV", "Entry", "Store"]
 
 T = TypeVar("T")
 
 OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # the options as a JSON object, for daemon and nodes
-OBSTORE_SCHEMES = ("file", "s3", "gs", "az", "memory")
+SCHEMES = ("file", "s3", "gs", "az", "memory")
+EXPECTED = "expected a URL that starts with " + ", ".join(f"{scheme}://" for scheme in SCHEMES)
 
 
 class Store:
     """Objects below one URL.
 
     Args:
-        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...`, `memory://name`, or one of fsspec's.
+        url: `file:///folder`, `s3://bucket/prefix`, `gs://...`, `az://...` or `memory://name`.
         retry_s: how long transient failures are retried before StoreUnavailable is raised. A running attempt is
             not interrupted: a request that hangs ends after 30 s, a large upload after 300 s.
-        options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile;
-            with `driver: fsspec`, the arguments of that fsspec filesystem. None: those of the environment variable
-            OPTIONS_ENV. Credentials, endpoint and region also come from AWS's environment variables.
+        options: obstore's own configuration keys (endpoint, region, timeout, ...), or `profile`, an AWS profile.
+            None: those of the environment variable OPTIONS_ENV. Credentials, endpoint and region also come from
+            AWS's environment variables.
 
     Raises:
         StoreUnusable: the URL's scheme is unknown, an option is wrong, or, at the first write, the
@@ -103,7 +54,6 @@ class Store:
         self.url = url.rstrip("/")
         self.retry_s = retry_s
         self._shown = one_line(self.url)
-        self._pace = Pace(interval_of(self.url))
         self.options = _options_of_environment() if options is None else options  # may hold secrets
         self._backend = _open(self.url, self.options)
 
@@ -135,15 +85,14 @@ class Store:
     def put(self, key: str, data: BytesLike) -> None:
         """Write or replace the object in one request; readers see the old or the new one.
 
-        Waits if the store limits the rate of writes to one object.
+        Google Cloud Storage accepts one write a second to a name and refuses more with 429, which is retried.
         """
-        self._pace.wait(key)
         self._try(f"write {key}", lambda: self._backend.put(key, data))
 
     def put_parts(self, key: str, parts: Callable[[], Iterable[BytesLike]]) -> None:
         """Write an object of any size from its parts; each attempt calls `parts` again.
 
-        It appears once complete, except on some of fsspec's filesystems, where readers may see an incomplete one.
+        It appears once complete.
         """
         self._try(f"write {key}", lambda: self._backend.put_parts(key, parts()))
 
@@ -230,20 +179,9 @@ def _options_of_environment() -> Options:
 def _open(url: str, options: Options) -> Backend:
     scheme, colon, _ = url.partition("://")
     if not colon:
-        raise StoreUnusable(
-            f"store {url!r}", "expected a URL that starts with " + ", ".join(f"{s}://" for s in OBSTORE_SCHEMES)
-        )
-    driver = options.get("driver", "obstore" if scheme in OBSTORE_SCHEMES else "fsspec")
-    rest = {key: value for key, value in options.items() if key != "driver"}
-    match driver:
-        case "obstore" if scheme == "file":
-            return open_folder(url, rest)
-        case "obstore" if scheme in OBSTORE_SCHEMES:
-            return open_obstore(url, rest)
-        case "fsspec":
-            # s3fs takes 0.5 s to import, and most runs do not need it.
-            from grpo_orch.checkpoint.store.backends.fsspec_backend import open_fsspec
-
-            return open_fsspec(url, rest)
-        case _:
-            raise StoreUnusable(f"store {one_line(url)!r}: driver {driver!r}", "expected obstore or fsspec")
+        raise StoreUnusable(f"store {url!r}", EXPECTED)
+    if scheme == "file":
+        return open_folder(url, options)
+    if scheme in SCHEMES:
+        return open_obstore(url, options)
+    raise StoreUnusable(f"store {one_line(url)!r}: unknown scheme", EXPECTED)

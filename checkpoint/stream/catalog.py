@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, retry_torn, to_json
 from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, Torn
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
@@ -26,7 +26,6 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 log = structlog.get_logger()
 
 SCHEMA = 1
-READS = 3  # attempts to read a torn revision: the network may have failed, not the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +198,8 @@ def _check(revision: Revision, _: str) -> None:
         PolicyVersion.parse(checkpoint.version)
 
 
+@retry_torn
 def _read(store: Store, key: str) -> Revision:
-    for reads_left in reversed(range(READS)):
-        try:
-            revision = from_json(store.get(key), Revision, key, _check)
-            break
-        except Torn:
-            if not reads_left:
-                raise
+    revision = from_json(store.get(key), Revision, key, _check)
     check_schema(revision.schema, SCHEMA, key)
     return revision

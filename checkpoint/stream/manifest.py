@@ -131,13 +131,6 @@ def decode(data: bytes, key: str) -> Manifest:
     return manifest
 
 
-def fetch(store: Store, prefix: str, folder: Path, progress: Progress = lambda _: None) -> Manifest:
-    """Download a published folder; see `materialize`. Raises NotFound, Corrupt, StoreError, OSError."""
-    manifest = load(store, prefix)
-    materialize(store, manifest.root, manifest.files, folder, progress)
-    return manifest
-
-
 def part_of(folder: Path) -> Path:
     """Return the temporary path of a folder during its download."""
     return folder.with_name(f".{folder.name}.part")

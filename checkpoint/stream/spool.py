@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from grpo_orch.checkpoint.store.codec import from_json, to_json
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 UPLOADER = "uploader.json"
-ZEROS_BYTES = 1 << 22
 UNWRITTEN_NS = 0  # the modification time of a file that the save in progress has not written
 
 
@@ -37,7 +35,6 @@ class Seal:
 
     version: str  # PolicyVersion as text
     made_at_s: float  # seconds since the epoch
-    meta: dict[str, str] = field(default_factory=dict)
     frozen: dict[str, str] = field(default_factory=dict)
     keep_before_step: int | None = None
     keep_since_step: int | None = None
@@ -72,21 +69,10 @@ class Spool:
         self.folder = folder
         self._budget_bytes = budget_bytes
         self._slot_bytes = slot_bytes
-        self._preparing: threading.Thread | None = None
         folder.mkdir(parents=True, exist_ok=True)
-
-    def prepare(self, files: dict[str, int]) -> None:
-        """Allocate, in the background, memory for the first slot's files: sizes in bytes by name."""
-        if not list(self._slots()) and sum(files.values()) <= self._budget_bytes:
-            slot = self.folder / "checkpoint-0"
-            slot.mkdir()
-            self._preparing = threading.Thread(target=_allocate, args=(slot, files), daemon=True)
-            self._preparing.start()
 
     def claim(self, step: int) -> Path | None:
         """Return a folder for the checkpoint of `step`, perhaps with old files in it; None if no slot fits."""
-        if self._preparing is not None:
-            self._preparing.join()
         wanted = self.folder / f"checkpoint-{step}"
         slots = list(self._slots())
         free = [slot for slot in slots if not _seal_of(slot).exists()]
@@ -158,18 +144,6 @@ def _size_of(slot: Path) -> int:
 
 def _files_of(slot: Path) -> list[Path]:
     return [path for path in slot.rglob("*") if path.is_file()]
-
-
-def _allocate(slot: Path, files: dict[str, int]) -> None:
-    """Write zeros: reserved memory would be allocated only page by page at the first write.
-
-    Ignores a lack of space, which the save will report.
-    """
-    zeros = bytes(ZEROS_BYTES)
-    for name, size_bytes in files.items():
-        with (slot / name).open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            for at in range(0, size_bytes, ZEROS_BYTES):
-                file.write(zeros[: size_bytes - at])
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -161,14 +161,6 @@ IN_FLIGHT_S = 3600.0
 Retention = Callable[[Sequence[Checkpoint]], Sequence[PolicyVersion]]
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The result of a collection."""
-
-    retired: tuple[str, ...]  # PolicyVersions as text
-    deleted: int  # objects
-
-
 class Collector:
     """Deletes one run's unneeded objects. Caches the chunks of listed manifests, which never change.
 
@@ -184,7 +176,7 @@ class Collector:
         self._retention = retention
         self._chunks: dict[str, frozenset[str]] = {}  # by manifest
 
-    def collect(self, now_s: float) -> Collected:
+    def collect(self, now_s: float) -> None:
         """Retire checkpoints and delete unneeded objects.
 
         Raises StoreError, among them Corrupt and NotFound for an unreadable listed manifest: then nothing is
@@ -212,7 +204,6 @@ class Collector:
         self._chunks = {listed.manifest: self._chunks[listed.manifest] for listed in revision.checkpoints}
         if condemned:
             log.info("checkpoints_collected", retired=[str(at) for at in retired], objects=len(condemned))
-        return Collected(tuple(str(at) for at in retired), len(condemned))
 
     def _unneeded(self, kept: list[Checkpoint], removed: list[Checkpoint], now_s: float) -> set[str]:
         """Return the objects that no kept checkpoint refers to, including those of interrupted uploads."""

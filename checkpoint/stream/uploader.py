@@ -100,7 +100,7 @@ class Uploader:
         report = _Report(self._spool, replace(self._state, storing=seal.version, total_bytes=_size(files)))
         began_s = time.monotonic()
         self._repair_shared(seal)  # first, so that the upload can reuse repaired chunks
-        transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, seal.meta, progress=report.add)
+        transfer.upload(self._store, self._catalog, files, seal.at, seal.made_at_s, {}, progress=report.add)
         self._newest = seal
         took_s = round(time.monotonic() - began_s, 3)
         self._state = UploaderState(stored=seal.version, took_s=took_s)

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from grpo_orch.checkpoint.store.bucket import BucketRules, rules_of
+from grpo_orch.checkpoint.store.backends.aws import BucketRules, rules_of
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
@@ -24,7 +24,6 @@ from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, er
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds.local import node_python
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from grpo_orch.orchestrator.clouds.sky.cloud import zero_quota
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.orchestrator.config.load import load_spec, load_storage
 from grpo_orch.orchestrator.config.shorthand import Storage
@@ -53,6 +52,8 @@ class Finding:
     warning: bool = False
     machines: bool = False
 
+
+QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
 
 # With the lock, because without one pip takes minutes to find versions that go together.
 INSTALL = (
@@ -161,7 +162,8 @@ def _machine(
         return Finding(what, False, needed, str(error))
     if with_quota is None:
         regions = ", ".join(sorted({_region(offer) for offer in offers}))
-        remedy = zero_quota(offers[0].instance_type, market.replace("_", " "), regions)
+        kind = f"{offers[0].instance_type} {market.replace('_', ' ')}"
+        remedy = f"the account's quota for {kind} is zero in {regions}; request more: {QUOTA_HELP}"
         return Finding(what, False, needed, remedy)
     return Finding(what, True, needed, _describe(with_quota, offers))
 

@@ -544,8 +544,7 @@ def show_plan(
 ) -> None:
     """Print the machines that will be started and their cost and, except for an evaluation, a step's time."""
     spec: RunSpec = record.spec
-    cloud = open_cloud(record, store)
-    offers = cloud.offers()
+    offers = open_cloud(record, store).offers()
     table = Table("node", "market", "machine", "USD/h", title=f"{spec.name} on {spec.cloud}", title_justify="left")
     for offer in offers:
         table.add_row(offer.role, offer.market, _machine(offer), f"{offer.price_usd_per_h:.2f}")
@@ -561,8 +560,6 @@ def show_plan(
     terminal.print(table)
     if record.evaluation is None:
         terminal.print(render_short(plan), highlight=False)
-    for line in cloud.without_quota():
-        terminal.print(line, highlight=False, soft_wrap=True)
 
 
 def _machine(offer: Offer) -> str:

@@ -53,6 +53,7 @@ from grpo_orch.policies.model.node_contract import (
     SPOOL_PREFIX,
     WORK,
     WORKDIR_ENV,
+    AttemptRecord,
 )
 from grpo_orch.policies.model.pools import PoolOffer
 from grpo_orch.policies.model.spec import Prices, RunSpec
@@ -128,10 +129,6 @@ class LocalCloud:
             for role, _, _ in wanted_slots(self._spec)
             for market in (market_of(role, self._spec),)
         ]
-
-    def without_quota(self) -> list[str]:
-        """See `Cloud.without_quota`."""
-        return []
 
     def pools(self) -> list[PoolOffer]:
         """See `Cloud.pools`. There is no choice."""
@@ -437,24 +434,7 @@ def carries_mark(pid: int, folder: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class MachineRecord:
-    """A machine's newest attempt.
-
-    `exit_code` is None until it ends, `pid` is the machine's own process, `reason` the last output line of the
-    work.
-    """
-
-    attempt: int
-    pid: int
-    exit_code: int | None = None
-    reason: str = ""
-
-
-_DEAD = MachineRecord(0, 0)  # no process has the pid 0
-
-
-def machine_record(folder: Path) -> MachineRecord:
+def machine_record(folder: Path) -> AttemptRecord:
     """Read the machine's record. Raises FileNotFoundError.
 
     A damaged record counts as a dead machine: a power failure, which also ends the processes, may leave it empty.
@@ -462,6 +442,6 @@ def machine_record(folder: Path) -> MachineRecord:
     """
     data = (folder / MACHINE).read_bytes()
     try:
-        return from_json(data, MachineRecord, str(folder / MACHINE))
+        return from_json(data, AttemptRecord, str(folder / MACHINE))
     except Corrupt:
-        return _DEAD
+        return AttemptRecord(0)  # no process has the pid 0

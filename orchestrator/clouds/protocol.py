@@ -76,12 +76,6 @@ class Cloud(Protocol):
     def offers(self) -> list[Offer]:
         """Return the machines that the run would get, the trainer's first."""
 
-    def without_quota(self) -> list[str]:
-        """Return a line for each offered kind of machine for which the account has no quota.
-
-        Empty also where quotas are unknown.
-        """
-
     def pools(self) -> list[PoolOffer]:
         """Return the pools of both markets that the run may buy from; empty where there is no choice.
 

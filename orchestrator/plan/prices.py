@@ -184,7 +184,7 @@ _AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
 def store_place(store: Store) -> Location:
     """Return the store's cloud and region; empty strings if unknown."""
     scheme = store.url.partition("://")[0]
-    if scheme not in ("s3", "s3a"):
+    if scheme != "s3":
         return Location(_STORE_CLOUDS.get(scheme, ""))
     options = {str(key).lower(): str(value) for key, value in store.options.items()}
     environment = {key.lower(): value for key, value in os.environ.items() if key.startswith("AWS_")}

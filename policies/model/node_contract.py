@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from grpo_orch.policies.model.vocabulary import Role
 
 RUN_ENV = "GRPO_ORCH_RUN"  # the store's URL
@@ -21,10 +23,23 @@ TRAINER = "grpo_orch.tasks.trainer.main"  # started by `WORK[Role.TRAINER]`
 EVALUATOR = "grpo_orch.tasks.evaluating.main"  # instead of the trainer, if the run is an evaluation
 LOCAL_MACHINE = "grpo_orch.tasks.machine.local_machine"  # starts the work on the local cloud
 
-MACHINE = "machine.json"  # in the machine's folder: its newest attempt, see `tasks.machine.children`
+MACHINE = "machine.json"  # in the machine's folder: its newest attempt, as an AttemptRecord
 
 # In the machine's working folder:
 NOTICE = "notice"  # the preemption notice: the seconds that remain, or empty
 REBALANCE = "rebalance"  # the cloud recommended a rebalance
 SPOOL = "spool"  # a link to the spool
 SPOOL_PREFIX = "grpo-orch-"  # of spool names: no other target of the link is ever removed
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """The newest attempt of a node's work on a machine, run by process `pid`.
+
+    `exit_code` is None until the attempt has ended. `reason` is the work's own explanation of its end.
+    """
+
+    attempt: int
+    exit_code: int | None = None
+    pid: int = 0
+    reason: str = ""

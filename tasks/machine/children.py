@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -17,7 +16,7 @@ import psutil
 
 from grpo_orch.checkpoint.store.codec import from_json, to_json
 from grpo_orch.policies.model.linux import BETWEEN_PROGRAMS_LOOKS, BETWEEN_PROGRAMS_S, is_between_programs
-from grpo_orch.policies.model.node_contract import MACHINE
+from grpo_orch.policies.model.node_contract import MACHINE, AttemptRecord
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
@@ -119,19 +118,6 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 # Attempts of a node's work on one machine run one at a time, under a lock. A file records the newest one.
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """The newest attempt on this machine, run by process `pid`.
-
-    `exit_code` is None until the attempt has ended. `reason` is the work's own explanation of its end.
-    """
-
-    attempt: int
-    exit_code: int | None = None
-    pid: int = 0
-    reason: str = ""
 
 
 def try_lock(lock: TextIO) -> bool:

@@ -48,11 +48,10 @@ from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.control.leaving import NOTICE_S
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.node_contract import NOTICE, REBALANCE, WORK
+from grpo_orch.policies.model.node_contract import NOTICE, REBALANCE, WORK, AttemptRecord
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.tasks.machine import dead_man, metadata
 from grpo_orch.tasks.machine.children import (
-    AttemptRecord,
     adopt_orphans,
     end_descendants,
     end_in_order,
@@ -68,8 +67,7 @@ from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_
 
 log = structlog.get_logger()
 
-RETRY_S = 0.5  # doubled with each consecutive failure
-RETRY_MAX_S = 10.0
+RETRY_S = 2.0
 
 
 class Reporter:
@@ -109,7 +107,6 @@ class Reporter:
         self._changed.notify_all()
 
     def _write(self) -> None:
-        failures = 0
         while True:
             with self._changed:
                 while self._written is self._report:
@@ -118,12 +115,9 @@ class Reporter:
             try:
                 documents.machine(report.node).write(self._store, report)
             except StoreError as error:  # even StoreDenied: credentials may be renewed
-                wait_s = min(RETRY_S * 2**failures, RETRY_MAX_S)
-                failures += 1
-                log.warning("machine_report_failed", reason=str(error), retry_in_s=wait_s)
-                time.sleep(wait_s)
+                log.warning("machine_report_failed", reason=str(error))
+                time.sleep(RETRY_S)
                 continue
-            failures = 0
             with self._changed:
                 self._written = report
                 self._changed.notify_all()
@@ -211,9 +205,6 @@ def _run_attempt(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reporter = _reporter(env, store)
 
-    def located(zone: str) -> None:
-        log.info("metadata_service_found", zone=zone)
-
     def noticed(why: str, lasts_s: float) -> None:
         log.warning("preemption_notice", reason=why, lasts_s=lasts_s)
         (workdir / NOTICE).write_text(str(lasts_s))  # read by the work
@@ -224,8 +215,8 @@ def _run_attempt(
         (workdir / REBALANCE).touch()  # for the next attempt on this machine
         reporter.rebalance()
 
-    stop, callbacks = threading.Event(), metadata.Callbacks(located, rebalance, noticed)
-    threading.Thread(target=metadata.watch, args=(services, callbacks, stop), daemon=True).start()
+    stop = threading.Event()
+    threading.Thread(target=metadata.watch, args=(services, rebalance, noticed, stop), daemon=True).start()
     dead_man.start(store, os.environ, partial(end_in_order, work))
     threading.Thread(target=_pass_on_sigterm, args=(work, drain_s, noticed), daemon=True).start()
     code, reason = exit_code_of(work.wait()), take_reason(workdir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,18 +24,8 @@ from grpo_orch.tasks.machine.node_env import NodeEnv
 log = structlog.get_logger()
 
 # Variables that torchrun, mpirun or a cluster's operator set for the processes of a job; accelerate reads them.
-RANKS = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        *(
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    )
+RANKS = re.compile(
+    r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(PMI|MPI|OMPI|MV2)_[A-Z_]*(RANK|SIZE)[A-Z]*"
 )
 SMI_S = 60.0  # nvidia-smi answers within seconds, even if it has to load the driver
 
@@ -73,7 +64,7 @@ def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
     With them the trainer would join that job and wait for its other processes.
     """
-    return {name: value for name, value in env.items() if name not in RANKS}
+    return {name: value for name, value in env.items() if not RANKS.fullmatch(name)}
 
 
 def with_own_builds(env: Mapping[str, str], workdir: Path) -> dict[str, str]:

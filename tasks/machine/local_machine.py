@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TextIO
 
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.node_contract import RUN_ENV
+from grpo_orch.policies.model.node_contract import RUN_ENV, AttemptRecord
 from grpo_orch.tasks.machine import dead_man
 from grpo_orch.tasks.machine.children import (
-    AttemptRecord,
     end_in_order,
     exit_code_of,
     read_attempt,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
+import structlog
 
 from grpo_orch.policies.control.leaving import NOTICE_S
 
@@ -21,172 +21,113 @@ BASE = "http://169.254.169.254"  # link-local, the same on all three
 TIMEOUT_S = 1.0
 POLL_S = 1.0
 DETECT_S = 60.0  # between two detections while no service answers
-# ValueError: invalid UTF-8, unexpected JSON, or a token with characters that a header cannot contain.
-NO_ANSWER = (httpx.HTTPError, ValueError, RecursionError)
+# ValueError: invalid UTF-8 or JSON, or a token with characters that a header cannot contain.
+NO_ANSWER = (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError)
 AWS_TOKEN_TTL_S = 21600  # the maximum
 
+log = structlog.get_logger()
+Answer = TypeVar("Answer")
 
-class MetadataService(Protocol):
+
+class MetadataService:
     """The metadata service of one cloud. All calls raise NO_ANSWER for a missing or invalid answer.
 
     `notice_s` is the minimum time between a notice and the machine's end.
     """
 
-    @property
-    def notice_s(self) -> float: ...
+    notice_s = NOTICE_S
 
-    def locate(self, http: httpx.Client) -> str | None:
-        """Return the machine's zone; None if it is not on this cloud."""
+    def __init__(self, base: str = BASE) -> None:
+        self._base = base
+
+    def is_present(self, http: httpx.Client) -> bool:
+        """Whether the machine is on this cloud."""
+        raise NotImplementedError
 
     def notice(self, http: httpx.Client) -> str:
         """Return the announced action; empty before a notice."""
+        raise NotImplementedError
 
-    def rebalance(self, http: httpx.Client) -> str:
+    def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # AWS's need it
         """Return the rebalance recommendation; empty without one. The machine may be kept nevertheless."""
+        return ""
 
 
-@dataclass(slots=True)
-class Aws:
-    """EC2's service, with a session token (IMDSv2)."""
+class Aws(MetadataService):
+    """EC2's service, with a session token (IMDSv2). EC2 never withdraws a recommendation."""
 
-    base: str = BASE
-    token: str = ""
-    notice_s: float = 120.0
+    notice_s = 120.0
+    _token = ""
 
-    def locate(self, http: httpx.Client) -> str | None:
-        """See `MetadataService.locate`."""
-        self._renew(http)
-        if not self.token:
-            return None
-        answer = self._get(http, "placement/availability-zone")
-        return answer.text if answer.status_code == httpx.codes.OK else ""
+    def is_present(self, http: httpx.Client) -> bool:
+        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
+        answer = http.put(f"{self._base}/latest/api/token", headers=headers)
+        self._token = answer.text if answer.status_code == httpx.codes.OK else ""
+        return bool(self._token) and self._get(http, "").status_code != httpx.codes.UNAUTHORIZED
 
     def notice(self, http: httpx.Client) -> str:
-        """See `MetadataService.notice`."""
-        answer = self._get_renewing(http, "spot/instance-action")
-        if answer.status_code != httpx.codes.OK:
-            return ""  # 404 before a notice
-        action = msgspec.json.decode(answer.content, type=_AwsAction)
-        return f"{action.action} at {action.time}"
+        action = self._document(http, "spot/instance-action")
+        return f"{action['action']} at {action['time']}" if action else ""
 
     def rebalance(self, http: httpx.Client) -> str:
-        """See `MetadataService.rebalance`. EC2 never withdraws a recommendation."""
-        answer = self._get_renewing(http, "events/recommendations/rebalance")
-        if answer.status_code != httpx.codes.OK:
-            return ""
-        advice = msgspec.json.decode(answer.content, type=_AwsAdvice)
-        return f"rebalance recommendation of {advice.noticeTime}"
+        advice = self._document(http, "events/recommendations/rebalance")
+        return f"rebalance recommendation of {advice['noticeTime']}" if advice else ""
 
-    def _get_renewing(self, http: httpx.Client, path: str) -> httpx.Response:
+    def _document(self, http: httpx.Client, path: str) -> Any:
         answer = self._get(http, path)
-        if answer.status_code != httpx.codes.UNAUTHORIZED:
-            return answer
-        self._renew(http)  # the token has expired
-        return self._get(http, path)
-
-    def _renew(self, http: httpx.Client) -> None:
-        headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
-        answer = http.put(f"{self.base}/latest/api/token", headers=headers)
-        self.token = answer.text if answer.status_code == httpx.codes.OK else ""
+        if answer.status_code == httpx.codes.UNAUTHORIZED and self.is_present(http):  # the token had expired
+            answer = self._get(http, path)
+        return _decoded(answer)
 
     def _get(self, http: httpx.Client, path: str) -> httpx.Response:
-        return http.get(f"{self.base}/latest/meta-data/{path}", headers={"X-aws-ec2-metadata-token": self.token})
+        return http.get(f"{self._base}/latest/meta-data/{path}", headers={"X-aws-ec2-metadata-token": self._token})
 
 
-@dataclass(slots=True)
-class Gcp:
+class Gcp(MetadataService):
     """Compute Engine's service. Maintenance also ends machines with accelerators, with an hour's notice."""
 
-    base: str = BASE
-    notice_s: float = NOTICE_S
-
-    def locate(self, http: httpx.Client) -> str | None:
-        """See `MetadataService.locate`."""
-        answer = self._get(http, "zone")
-        if answer.headers.get("Metadata-Flavor") != "Google":
-            return None
-        return answer.text.rpartition("/")[2]  # of projects/NUMBER/zones/ZONE
+    def is_present(self, http: httpx.Client) -> bool:
+        return bool(self._get(http, "zone").headers.get("Metadata-Flavor") == "Google")
 
     def notice(self, http: httpx.Client) -> str:
-        """See `MetadataService.notice`."""
         if self._get(http, "preempted").text.strip() == "TRUE":
             return "preempted"
         event = self._get(http, "maintenance-event").text.strip()
         return event if event.startswith("TERMINATE") else ""
 
-    def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.rebalance`. GCP has no recommendations."""
-        return ""
-
     def _get(self, http: httpx.Client, path: str) -> httpx.Response:
-        url = f"{self.base}/computeMetadata/v1/instance/{path}"
+        url = f"{self._base}/computeMetadata/v1/instance/{path}"
         return http.get(url, headers={"Metadata-Flavor": "Google"})
 
 
-@dataclass(slots=True)
-class Azure:
+class Azure(MetadataService):
     """Azure's service. The first answer about events may take minutes, since the request enables them."""
 
-    base: str = BASE
-    name: str = ""
-    notice_s: float = NOTICE_S
+    _name = ""
 
-    def locate(self, http: httpx.Client) -> str | None:
-        """See `MetadataService.locate`."""
-        answer = self._get(http, "instance/compute", "2021-02-01")
-        if answer.status_code != httpx.codes.OK:
-            return None
-        machine = msgspec.json.decode(answer.content, type=_AzureMachine)
-        self.name = machine.name
-        return f"{machine.location}-{machine.zone}" if machine.zone else machine.location
+    def is_present(self, http: httpx.Client) -> bool:
+        machine = self._document(http, "instance/compute", "2021-02-01")
+        if machine is None:
+            return False
+        self._name = machine["name"]
+        return True
 
     def notice(self, http: httpx.Client) -> str:
-        """See `MetadataService.notice`."""
-        answer = self._get(http, "scheduledevents", "2020-07-01")
-        if answer.status_code != httpx.codes.OK:
-            return ""
-        found = msgspec.json.decode(answer.content, type=_AzureEvents)
+        found = self._document(http, "scheduledevents", "2020-07-01") or {"Events": ()}
         # The list includes events of other machines in the scale set or availability set.
-        mine = (event for event in found.Events if event.EventType == "Preempt" and self.name in event.Resources)
-        return next((f"Preempt not before {event.NotBefore or 'now'}" for event in mine), "")
-
-    def rebalance(self, http: httpx.Client) -> str:  # noqa: ARG002  # the protocol's signature
-        """See `MetadataService.rebalance`. This version of the service has no recommendations."""
+        for event in found["Events"]:
+            if event["EventType"] == "Preempt" and self._name in event["Resources"]:
+                return f"Preempt not before {event.get('NotBefore') or 'now'}"
         return ""
 
-    def _get(self, http: httpx.Client, path: str, version: str) -> httpx.Response:
-        params = {"api-version": version}
-        return http.get(f"{self.base}/metadata/{path}", params=params, headers={"Metadata": "true"})
+    def _document(self, http: httpx.Client, path: str, version: str) -> Any:
+        params, headers = {"api-version": version}, {"Metadata": "true"}
+        return _decoded(http.get(f"{self._base}/metadata/{path}", params=params, headers=headers))
 
 
-@dataclass(frozen=True, slots=True)
-class _AwsAction:
-    action: str
-    time: str
-
-
-@dataclass(frozen=True, slots=True)
-class _AwsAdvice:
-    noticeTime: str
-
-
-@dataclass(frozen=True, slots=True)
-class _AzureMachine:
-    name: str
-    location: str
-    zone: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _AzureEvent:
-    EventType: str
-    Resources: tuple[str, ...] = ()
-    NotBefore: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _AzureEvents:
-    Events: tuple[_AzureEvent, ...] = ()
+def _decoded(answer: httpx.Response) -> Any:
+    """Return the answer's JSON; None without an answer, such as AWS's 404 before a notice."""
+    return msgspec.json.decode(answer.content) if answer.status_code == httpx.codes.OK else None
 
 
 def services() -> tuple[MetadataService, ...]:
@@ -194,55 +135,39 @@ def services() -> tuple[MetadataService, ...]:
     return Aws(), Gcp(), Azure()
 
 
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """Callbacks, each called at most once.
-
-    Their arguments are the zone; the rebalance recommendation; the notice and the seconds until the machine's end.
-    """
-
-    located: Callable[[str], None]
-    rebalance: Callable[[str], None]
-    noticed: Callable[[str, float], None]
-
-
 def watch(
-    services: Sequence[MetadataService], callbacks: Callbacks, stop: threading.Event, poll_s: float = POLL_S
+    services: Sequence[MetadataService],
+    rebalance: Callable[[str], None],
+    noticed: Callable[[str, float], None],
+    stop: threading.Event,
+    poll_s: float = POLL_S,
 ) -> None:
     """Poll the machine's metadata service until the preemption notice or `stop`.
 
     Run it in a thread, since it blocks on the network.
+
+    Args:
+        rebalance: called at most once, with the rebalance recommendation.
+        noticed: called at most once, with the notice and the seconds until the machine's end.
     """
     # Not through a proxy, which would answer for its own machine.
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as http:
-        while (located := _detect(services, http)) is None:
+        while (service := next((one for one in services if _answer_of(one.is_present, http)), None)) is None:
             if stop.wait(DETECT_S):
                 return
-        service, zone = located
-        callbacks.located(zone)
+        log.info("metadata_service_found", cloud=type(service).__name__)
         is_recommended = False
         while not (notice := _answer_of(service.notice, http)):
             if not is_recommended and (recommendation := _answer_of(service.rebalance, http)):
                 is_recommended = True
-                callbacks.rebalance(recommendation)
+                rebalance(recommendation)
             if stop.wait(poll_s):
                 return
-        callbacks.noticed(notice, service.notice_s)
+        noticed(notice, service.notice_s)
 
 
-def _detect(services: Sequence[MetadataService], http: httpx.Client) -> tuple[MetadataService, str] | None:
-    for service in services:
-        try:
-            zone = service.locate(http)
-        except NO_ANSWER:
-            continue
-        if zone is not None:
-            return service, zone
-    return None
-
-
-def _answer_of(call: Callable[[httpx.Client], str], http: httpx.Client) -> str:
+def _answer_of(call: Callable[[httpx.Client], Answer], http: httpx.Client) -> Answer | None:
     try:
         return call(http)
     except NO_ANSWER:
-        return ""
+        return None

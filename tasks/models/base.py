@@ -15,11 +15,11 @@ import structlog
 
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.stream.chunks import TransferLog
 from grpo_orch.checkpoint.stream.manifest import Manifest
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.serving.joining import BASE_MODEL, Stage
 from grpo_orch.tasks.machine.base_model import WEIGHTS
-from grpo_orch.tasks.machine.transfer_log import TransferLog
 from grpo_orch.tasks.models import hub, shared
 
 log = structlog.get_logger()

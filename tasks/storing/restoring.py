@@ -16,14 +16,13 @@ from grpo_orch.checkpoint.store.errors import Corrupt, NoIntactCheckpoint, NotFo
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest, transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
-from grpo_orch.checkpoint.stream.chunks import DamagedChunk, same
+from grpo_orch.checkpoint.stream.chunks import DamagedChunk, TransferLog, same
 from grpo_orch.checkpoint.stream.manifest import Manifest
 from grpo_orch.checkpoint.stream.transfer import is_weights
 from grpo_orch.policies.model.timelines import on_lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import CHECKPOINT, Stage
 from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
-from grpo_orch.tasks.machine.transfer_log import TransferLog
 
 log = structlog.get_logger()
 

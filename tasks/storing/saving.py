@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import structlog
@@ -13,18 +11,17 @@ import structlog
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.codec import from_json, to_json
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
+from grpo_orch.checkpoint.stream.chunks import TransferLog
 from grpo_orch.checkpoint.stream.spool import Seal, Spool, UploaderState
 from grpo_orch.policies.detect.divergence import Detector
 from grpo_orch.policies.ledger.retention import keep_before, keep_since
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.tasks.machine.spooling import SpoolFull
-from grpo_orch.tasks.machine.transfer_log import TransferLog
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "numpy", "safetensors", "grpo-orch")
 RUN_FILE = "run.json"
 DETECTOR_FILE = "detector.json"  # state of the divergence detector, for a restart
 POLL_S = 0.2  # between checks of the uploader's progress
@@ -39,7 +36,6 @@ class CheckpointSaver:
         heartbeat: records whether the store is slow.
         record: the run's record.
         timeline: of this trainer.
-        meta: stored with each manifest.
         frozen: unchanging files that belong to each checkpoint, path by name.
         max_behind_steps: the trainer waits for space once the newest stored checkpoint is this many steps old.
         detector: returns the current state of the divergence detector.
@@ -52,7 +48,6 @@ class CheckpointSaver:
         record: RunRecord,
         timeline: int,
         *,
-        meta: dict[str, str],
         frozen: dict[str, Path],
         max_behind_steps: int,
         detector: Callable[[], Detector],
@@ -61,7 +56,6 @@ class CheckpointSaver:
         self._heartbeat = heartbeat
         self._record = record
         self._timeline = timeline
-        self._meta = {**package_versions(), **meta}
         self._frozen = {name: str(path) for name, path in frozen.items()}
         self._max_behind_steps = max_behind_steps
         self._detector = detector
@@ -118,7 +112,7 @@ class CheckpointSaver:
         before = keep_before(step, detector.verdict, self._logging_steps)
         since = keep_since(step, self._logging_steps)
         at = str(PolicyVersion(self._timeline, step))
-        self._spool.seal(slot, Seal(at, time.time(), self._meta, self._frozen, before, since))
+        self._spool.seal(slot, Seal(at, time.time(), self._frozen, before, since))
         self._sealed_step = step
 
     def discard(self, slot: Path) -> None:
@@ -159,17 +153,6 @@ def _report_progress(heartbeat: Heartbeat, upload: UploaderState) -> None:
     if upload.storing is not None:
         stage = Stage(f"storing checkpoint {upload.storing}", upload.done_bytes, upload.total_bytes)
         heartbeat.update(stage=stage)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of installed packages that affect a checkpoint."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def read_detector(checkpoint: Path) -> Detector:

@@ -11,11 +11,10 @@ from typing import Any
 import datasets
 import structlog
 from transformers import PrinterCallback, set_seed
-from transformers.trainer import OPTIMIZER_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_orch.checkpoint.records.documents import RunRecord
+from grpo_orch.checkpoint.records.samples import SampleWriter
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.manifest import files_below
 from grpo_orch.checkpoint.stream.spool import Spool
@@ -39,10 +38,8 @@ from grpo_orch.tasks.machine.leaving import Leaving
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.machine.spooling import SpoolFull, make_spool
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
-from grpo_orch.tasks.storing.publish import PolicyPublisher
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher, PolicyPublisher
 from grpo_orch.tasks.storing.restoring import BASE_MODEL, Restored
-from grpo_orch.tasks.storing.sample_writer import SampleWriter
 from grpo_orch.tasks.storing.saving import CheckpointSaver, read_detector
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.storing.tensors import read_served_types
@@ -297,7 +294,6 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
         heartbeat,
         start.record,
         timeline,
-        meta={"node": start.env.node, "attempt": str(attempt)},
         frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
         detector=lambda: guard.detector,
@@ -312,7 +308,7 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
-    """Make the machine's spool in the first process, with memory reserved for the large checkpoint files."""
+    """Make the machine's spool in the first process."""
     spool, first = None, trainer.is_world_process_zero()
     weights_bytes, optimizer_bytes = checkpoint_bytes(trainer)
     try:
@@ -321,9 +317,6 @@ def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
                 spool = make_spool(workdir, spec.checkpoints, weights_bytes + optimizer_bytes)
     except SpoolFull as error:
         raise BadSpec(str(error)) from error
-    if spool is not None:
-        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # their files have other names
-        spool.prepare({WEIGHTS_NAME: weights_bytes, **({} if is_sharded else {OPTIMIZER_NAME: optimizer_bytes})})
     return spool
 
 

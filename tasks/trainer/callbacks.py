@@ -15,13 +15,13 @@ from transformers import TrainerCallback
 
 from grpo_orch.checkpoint.records import metrics, rollouts
 from grpo_orch.checkpoint.records.metrics import MetricsRow
+from grpo_orch.checkpoint.records.samples import SampleWriter
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.tasks.machine.leaving import Leaving
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
-from grpo_orch.tasks.storing.sample_writer import SampleWriter
 from grpo_orch.tasks.storing.saving import CheckpointSaver
 from grpo_orch.tasks.storing.step_costs import StepCosts
 

@@ -98,7 +98,7 @@ def test_machines_end_without_daemon_and_gateway(tmp_path: Path) -> None:
 
 MISTAKES = {
     ("status", "s3-bucket/typo"): "expected a store URL",
-    ("status", "nowhere://x/y"): "expected a URL that fsspec supports",
+    ("status", "nowhere://x/y"): "unknown scheme; expected a URL that starts with file://",
     ("resume", "file:///tmp/there-is-no-run-here"): "no run in file:///tmp/there-is-no-run-here",
     ("logs", "rollout-9"): "no log of 'rollout-9'; available logs: ",
     ("up", "missing.yaml"): "missing.yaml",

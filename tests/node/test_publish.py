@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.stream import manifest
 from grpo_orch.checkpoint.weights import scratch
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.tasks.storing.publish import PolicyPublisher
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from tests.node.rollout.deltas.world import World, settle
+from tests.stand_ins.catalog_rig import fetch
 
 FIRST, SECOND, FORKED = (0, 1, 1), (0, 2, 1), (1, 2, 2)
 TENSOR_BYTES = 2**22
@@ -32,7 +32,7 @@ def world(tmp_path: Path) -> World:
 def served(world: World, ref: PolicyRef) -> torch.Tensor:
     """What a node gets that is told to hold the policy."""
     folder = world.folder / "node" / ref.label
-    assert manifest.fetch(world.store, ref.prefix, folder).digest_as(ref.digest) == ref.digest
+    assert fetch(world.store, ref.prefix, folder).digest_as(ref.digest) == ref.digest
     return load_file(folder / "model.safetensors")["w"]
 
 

@@ -22,10 +22,11 @@ from grpo_orch.policies.weights.adapters import ADAPTER_WEIGHTS
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.machine.base_model import identity_of
 from grpo_orch.tasks.rollout.vllm.flags import takes_adapters
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trainer.assemble import policy_publisher
 from grpo_orch.tasks.trl.weights import adapter_tensors
+from tests.stand_ins.catalog_rig import fetch
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "up_proj", "v_proj"], "init_lora_weights": False}
 
@@ -53,7 +54,7 @@ class World:
 
     def fetched(self, ref: PolicyRef) -> Path:
         folder = self.folder / "node" / ref.label
-        assert manifest.fetch(self.store, ref.prefix, folder).digest == ref.digest
+        assert fetch(self.store, ref.prefix, folder).digest == ref.digest
         return folder
 
 

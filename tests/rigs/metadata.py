@@ -54,8 +54,6 @@ class FakeMetadata:
             return (200, self.token, {}) if asked_well else (400, "", {})
         if headers.get("x-aws-ec2-metadata-token") != self.token:
             return 401, "", {}
-        if path == "/latest/meta-data/placement/availability-zone":
-            return 200, "us-east-1a", {}
         if path == "/latest/meta-data/events/recommendations/rebalance" and self.rebalance:
             return 200, self.advice, {}
         if path == "/latest/meta-data/spot/instance-action" and self.noticed:

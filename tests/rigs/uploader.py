@@ -60,7 +60,7 @@ def spool_checkpoints(folder: Path) -> None:
             time.sleep(0.01)
         for name in SIZES:
             (slot / name).write_bytes(content(name, step))
-        spool.seal(slot, Seal(str(PolicyVersion(0, step)), time.time(), {}, {"base/frozen": str(frozen)}))
+        spool.seal(slot, Seal(str(PolicyVersion(0, step)), time.time(), {"base/frozen": str(frozen)}))
         with (folder / "sealed").open("a") as sealed:
             sealed.write(f"{step}\n")
         time.sleep(PACE_S)

@@ -1,4 +1,4 @@
-"""Many more of the kills in `tests/checkpoint/stream/test_uploader_kills.py`.
+"""Many more of the kills in `tests/checkpoint/stream/test_uploader.py`.
 
 KILLS=n says how many, SEED=n repeats one.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.checkpoint.store.run_store import Store
-from tests.checkpoint.stream.test_uploader_kills import kill_and_look
+from tests.checkpoint.stream.test_uploader import kill_and_look
 
 pytestmark = pytest.mark.soak
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -17,6 +18,7 @@ from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreUnav
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
+from grpo_orch.checkpoint.stream.manifest import Manifest
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 CHUNK = 4096
@@ -173,3 +175,10 @@ def needed(store: DictStore, listed: list[Checkpoint]) -> set[str]:
         assert held == bytes_of(found.meta["content"])
         keys |= {one.manifest, *(f"{layout.BLOBS}/{name}" for name in found.chunks)}
     return keys
+
+
+def fetch(store: Store, prefix: str, folder: Path) -> Manifest:
+    """Download a published folder."""
+    found = manifest.load(store, prefix)
+    manifest.materialize(store, found.root, found.files, folder)
+    return found

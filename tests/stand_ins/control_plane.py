@@ -103,7 +103,6 @@ class Table:
         self.works: list[Work] = []
         self.fails: Exception | None = None
         self.idle = False
-        self.no_quota: set[bool] = set()  # the markets, spot or not, on which the account may have nothing
 
     def clusters(self, prefix: str) -> list[Cluster]:
         if isinstance(self.fails, CloudUnavailable):
@@ -169,9 +168,6 @@ class Table:
         if spot and resources.get("instance_type") == "only-on-demand":
             raise CloudRefused(Refusal.QUOTA, "no spot of it")
         return [SkyOffer("aws/us-east-1/us-east-1a", "p5.48xlarge", "H100:8", spot, 21.5 if spot else 55.04)]
-
-    def has_quota(self, offer: SkyOffer) -> bool:
-        return offer.spot not in self.no_quota
 
 
 class CloudWorld(Protocol):

@@ -1,19 +1,27 @@
 """The interface of a store's backend, with one implementation for each library.
 
-`obstore_backend` serves file, s3, gs, az and memory; `fsspec_backend` fsspec's other schemes, and any scheme with
-the option `driver: fsspec`. A backend makes each call once and lets its library's exceptions pass; `fault`
-classifies them. Only `checkpoint.store.run_store` retries.
+`files` serves folders, `obstore_backend` s3, gs, az and memory. A backend makes each call once and lets its
+library's exceptions pass; `fault` classifies them. Only `checkpoint.store.run_store` retries.
 """
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_orch.checkpoint.store.errors import StoreError
+from grpo_orch.checkpoint.store.errors import (
+    AlreadyExists,
+    NotFound,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    StoreUnusable,
+)
 
 BytesLike = bytes | bytearray | memoryview
 Options = Mapping[str, Any]
@@ -77,3 +85,111 @@ class Backend(Protocol):
 
     def fault(self, error: Exception) -> Fault | None:
         """Classify the exception; None for a bug in this project."""
+
+
+# The classification of a store's error responses, for all libraries. No I/O.
+#
+# A response may quote the request, including session tokens and signed URLs. So messages contain only its status,
+# code and sentence, never the whole response.
+
+CREATE_ONLY = "use a store that supports If-None-Match: AWS S3, Google Cloud Storage, Azure, Ceph, or a folder"
+FREE_SPACE = "free some space"
+REACH = "check the endpoint and this machine's network"
+RIGHTS = "check the credentials and their permissions for this store"
+
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "InsufficientCapacity"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+_WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthorizationQueryParametersError"}
+_ELSEWHERE = {
+    "PermanentRedirect",
+    "TemporaryRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
+# The store is busy, the network damaged the request, or requests conflicted: a retry may succeed.
+_TRANSIENT = {
+    "SlowDown",
+    "RequestTimeout",
+    "InternalError",
+    "ServiceUnavailable",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "TooManyRequests",
+    "IncompleteBody",
+    "BadDigest",
+    "InvalidDigest",
+    "XAmzContentSHA256Mismatch",
+    "ConditionalRequestConflict",
+    "OperationAborted",
+}
+_FULL_ERRNO = {errno.ENOSPC, errno.EDQUOT}
+_NAMES_ERRNO = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL}
+_DENIED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def of_answer(status: int, code: str, message: str, bucket: str) -> Fault:
+    """Classify a failed HTTP response.
+
+    Args:
+        status: the HTTP status.
+        code: the store's error code, or "".
+        message: the store's error message, or "".
+        bucket: for the hint if the bucket is wrong.
+    """
+    kind, hint = _meaning(status, code, bucket)
+    error = " ".join(part for part in (str(status), code) if part)
+    return Fault(kind, one_line(f"{error}: {message}" if message else error), hint)
+
+
+def _meaning(status: int, code: str, bucket: str) -> tuple[type[StoreError], str]:
+    if status == 507 or code in _FULL:
+        return StoreUnavailable, FREE_SPACE
+    if code in _TRANSIENT:
+        return StoreUnavailable, ""
+    if code == "NoSuchBucket":
+        return StoreUnusable, f"create the bucket {bucket!r}, or name another"
+    if code in _EXPIRED:
+        return StoreDenied, "renew the credentials, which have expired"
+    if code in _WRONG_KEY:
+        return StoreDenied, "check the access key and its secret"
+    if code == "RequestTimeTooSkewed":
+        return StoreDenied, "correct this machine's clock"
+    if status in (301, 307) or code in _ELSEWHERE:
+        return StoreUnusable, f"set the region and the endpoint of the bucket {bucket!r}"
+    match status:
+        case 401 | 403:
+            return StoreDenied, RIGHTS
+        case 404:
+            return NotFound, ""
+        case 409 | 412:
+            return AlreadyExists, ""
+        case 408 | 429:
+            return StoreUnavailable, ""
+        case 501:
+            return StoreUnusable, "use another store: this one lacks an operation that a run needs"
+        case _ if status >= 500:
+            return StoreUnavailable, ""
+        case _:
+            return StoreUnusable, "the store rejects such requests"
+
+
+def of_errno(number: int | None, text: str) -> Fault:
+    """Classify an error of the operating system."""
+    if number in _FULL_ERRNO:
+        return Fault(StoreUnavailable, one_line(text), FREE_SPACE)
+    if number in _DENIED_ERRNO:
+        return Fault(StoreDenied, one_line(text), "name a folder that can be written")
+    if number == errno.ENOENT:
+        return Fault(NotFound, "no such object")
+    if number == errno.EEXIST:
+        return Fault(AlreadyExists, one_line(text))
+    if number in _NAMES_ERRNO:
+        return Fault(StoreUnusable, one_line(text), "the file system does not allow this name")
+    return Fault(StoreUnavailable, one_line(text))
+
+
+def one_line(text: str) -> str:
+    """Return the first line without URLs' passwords and query strings, cut to 300 characters."""
+    lines = text.strip().splitlines() or [""]
+    return re.sub(r"(?<=://)[^/\s@]*@|\?[^\s\"']+=[^\s\"']*", "", lines[0])[:300]

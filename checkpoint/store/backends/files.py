@@ -1,7 +1,7 @@
-"""Objects as files with atomic and create-only writes that survive a power failure.
+"""Stores in a folder: objects as files, with atomic and create-only writes that survive a power failure.
 
-A file is written in its folder as NAME#DIGITS, which obstore does not list, and then renamed. Neither obstore nor
-fsspec syncs files, which may leave them empty or missing after a power failure.
+A file is written in its folder as NAME#DIGITS, which is not listed, and then renamed or linked. The first write
+creates the folder; reads of a missing folder find nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from grpo_orch.checkpoint.store.backends import BytesLike
+from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options, of_errno
+from grpo_orch.checkpoint.store.errors import StoreUnusable
 
 # Documents are synced immediately. Larger files are valid only once a document refers to them, so they wait for
 # `secure`: publishing a policy at each step must not wait for the disk.
@@ -25,76 +27,138 @@ TRIES = 5  # to open a file: deleting a folder's last file removes the folder
 _STAGED = re.compile(r"#\d+$")
 
 
-def write(path: Path, data: BytesLike, *, create: bool) -> None:
-    """Write a file atomically; with `create`, only if it does not exist.
+class FolderBackend:
+    """Objects below a folder that may not exist yet."""
 
-    On return it is durable if it was created or has at most DOCUMENT_BYTES. Raises FileExistsError, OSError.
-    """
-    durable = create or memoryview(data).nbytes <= DOCUMENT_BYTES
-    staged = _stage(path, data, durable=durable)
-    try:
-        if create:
-            os.link(staged, path)
-        else:
-            os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
-        # Also if it exists: it may be the writer's own, from an attempt that was interrupted before this.
-        if durable:
-            _sync_folder(path.parent)
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._url = url
+        self.folder = folder
+        self._has_existed = os.path.isdir(folder)  # unlike Path.is_dir it never raises
+
+    def get(self, key: str) -> memoryview:
+        return memoryview(self._path(key).read_bytes())
+
+    def put(self, key: str, data: BytesLike) -> None:
+        self._write(key, [data], durable=memoryview(data).nbytes <= DOCUMENT_BYTES)
+
+    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
+        self._write(key, parts, durable=False)
+
+    def create(self, key: str, data: BytesLike) -> None:
+        self._write(key, [data], durable=True, create=True)
+
+    def secure(self, keys: Sequence[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        for path in paths:
+            _sync(path, os.O_RDONLY)
+        for folder in {path.parent for path in paths}:
+            _sync_folder(folder)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        paths = [self._path(key) for key in keys]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in paths}:
+            with contextlib.suppress(OSError):  # not empty, or already removed
+                while folder != self.folder:
+                    folder.rmdir()
+                    folder = folder.parent
+
+    def entries(self, prefix: str, after: str | None) -> list[Entry]:
+        found, root_chars = [], len(str(self.folder)) + 1
+        for folder, _, names in os.walk(self._path(prefix), onerror=_raise_unless_missing):
+            for name in names:
+                key = f"{folder}/{name}"[root_chars:]
+                if _STAGED.search(name) or (after is not None and key <= after):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    stat = os.stat(f"{folder}/{name}")
+                    found.append(Entry(key, stat.st_size, datetime.fromtimestamp(stat.st_mtime, UTC)))
+        return found
+
+    def folders(self, prefix: str) -> list[str]:
+        try:
+            with os.scandir(self._path(prefix)) as found:
+                return [f"{prefix}/{entry.name}".lstrip("/") for entry in found if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def sweep(self, prefix: str, older_than_s: float) -> None:
+        for path in self._path(prefix).rglob("*#*"):
+            with contextlib.suppress(FileNotFoundError):
+                if _STAGED.search(path.name) and time.time() - path.stat().st_mtime > older_than_s:
+                    path.unlink()
+
+    def fault(self, error: Exception) -> Fault | None:
+        return of_errno(error.errno, error.strerror or str(error)) if isinstance(error, OSError) else None
+
+    def _path(self, key: str) -> Path:
+        if ".." in key.split("/"):
+            raise StoreUnusable(f"{key!r} is outside the store {self._url!r}")
+        self._has_existed = self._has_existed or self.folder.is_dir()
+        return self.folder / key
+
+    def _write(self, key: str, parts: Iterable[BytesLike], *, durable: bool, create: bool = False) -> None:
+        """Write a file atomically; with `create`, only if it does not exist; with `durable`, synced on return.
+
+        Raises FileExistsError, StoreUnusable, OSError.
+        """
+        path = self._path(key)
+        self._ensure_folder()
+        staged = _stage(path, parts, durable=durable)
+        try:
+            if create:
+                os.link(staged, path)
+            else:
+                os.replace(staged, path)
+        finally:
+            staged.unlink(missing_ok=True)
+            # Also if it exists: it may be the writer's own, from an attempt that was interrupted before this.
+            if durable:
+                _sync_folder(path.parent)
+
+    def _ensure_folder(self) -> None:
+        """Create the store's folder before the first write. Raises StoreUnusable, OSError.
+
+        A folder that disappears later is not created again: an unmounted or moved folder may return, and must not
+        meet the start of another run.
+        """
+        if self._has_existed:
+            if not self.folder.is_dir():
+                raise OSError(errno.ESTALE, f"{self.folder} no longer exists")
+            return
+        try:
+            _make(self.folder)
+        except OSError as error:
+            hint = "name a folder that can be written"
+            raise StoreUnusable(f"store {self._url!r}: {error.strerror}", hint) from error
+        self._has_existed = True
 
 
-def check(root: Path) -> None:
-    """Raise OSError if the folder of an opened store has disappeared.
-
-    It is not created again: an unmounted or moved folder may return, and must not meet the start of another run.
-    """
-    if not root.is_dir():
-        raise OSError(errno.ESTALE, f"{root} no longer exists")
+def open_folder(url: str, options: Options) -> FolderBackend:
+    """Open the backend of a `file://` URL. Raises StoreUnusable."""
+    if options:
+        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "file:// takes no options")
+    return FolderBackend(url, Path(url.partition("://")[2]))
 
 
-def secure(paths: Iterable[Path]) -> None:
-    """Sync these files to disk. Raises FileNotFoundError, OSError."""
-    folders = set()
-    for path in paths:
-        _sync(path, os.O_RDONLY)
-        folders.add(path.parent)
-    for folder in folders:
-        _sync_folder(folder)
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
-def is_staged(name: str) -> bool:
-    """Whether the file is being written, or was left by a killed writer."""
-    return _STAGED.search(name) is not None
-
-
-def sweep(folder: Path, older_than_s: float) -> None:
-    """Remove unfinished files of killed writers."""
-    for path in folder.rglob("*#*"):
-        with contextlib.suppress(FileNotFoundError):
-            if is_staged(path.name) and time.time() - path.stat().st_mtime > older_than_s:
-                path.unlink()
-
-
-def make(folder: Path) -> None:
+def _make(folder: Path) -> None:
     """Create a folder and its parents durably. Raises OSError."""
     if folder.is_dir():
         return
-    make(folder.parent)
+    _make(folder.parent)
     folder.mkdir(exist_ok=True)
     _sync_folder(folder.parent)
 
 
-def remove_empty(folders: Iterable[Path], root: Path) -> None:
-    """Remove these folders and their parents below `root`, as far as they are empty."""
-    for folder in folders:
-        with contextlib.suppress(OSError):  # not empty, or already removed
-            while folder != root:
-                folder.rmdir()
-                folder = folder.parent
-
-
-def _stage(path: Path, data: BytesLike, *, durable: bool) -> Path:
+def _stage(path: Path, parts: Iterable[BytesLike], *, durable: bool) -> Path:
     staged = path.with_name(f"{path.name}#{secrets.randbits(62)}")
     for tries_left in reversed(range(TRIES)):
         try:
@@ -103,12 +167,14 @@ def _stage(path: Path, data: BytesLike, *, durable: bool) -> Path:
         except FileNotFoundError:
             if not tries_left:
                 raise
-            make(path.parent)
+            _make(path.parent)
     try:
-        with out, memoryview(data).cast("B") as rest:
-            written = 0
-            while written < len(rest):
-                written += out.write(rest[written:]) or 0
+        with out:
+            for part in parts:
+                with memoryview(part).cast("B") as rest:
+                    written = 0
+                    while written < len(rest):
+                        written += out.write(rest[written:]) or 0
             if durable:
                 os.fsync(out.fileno())
     except BaseException:

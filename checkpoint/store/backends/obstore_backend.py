@@ -1,22 +1,27 @@
-"""Stores through obstore: s3, gs, az, file and memory. Bytes are not copied in Python."""
+"""Stores through obstore: s3, gs, az and memory. Bytes are not copied in Python."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlparse
 
 import obstore
 from obstore import exceptions as raw
-from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
-from grpo_orch.checkpoint.store.backends import BytesLike, Entry, Fault, Options, files
-from grpo_orch.checkpoint.store.backends.answers import REACH, RIGHTS, of_answer, of_errno, one_line
+from grpo_orch.checkpoint.store.backends import (
+    REACH,
+    RIGHTS,
+    BytesLike,
+    Entry,
+    Fault,
+    Options,
+    of_answer,
+    of_errno,
+    one_line,
+)
 from grpo_orch.checkpoint.store.backends.aws import aws_settings
 from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreDenied, StoreUnavailable, StoreUnusable
 
@@ -56,7 +61,6 @@ CLIENT_KEYS = {
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _CAUSE = re.compile(r'^ *(?:message|error): "([^"\n]+)"', re.MULTILINE)
 _ADDRESS = re.compile(r"uri: Some\(\s*(\w+://[^/\s@]+)/")
 _METADATA_SERVICE = "http://169.254.169.254/"
@@ -74,19 +78,16 @@ class ObstoreBackend:
         slow: a client for large uploads, whose responses come late; may be the same.
         bucket: for hints.
         keeps_input: the store would use the caller's memory as the object.
-        folder: of a file store.
     """
 
     errors: tuple[type[Exception], ...] = (raw.BaseError, OSError)
+    folder = None
 
-    def __init__(
-        self, quick: Any, slow: Any, bucket: str = "", *, keeps_input: bool = False, folder: Path | None = None
-    ) -> None:
+    def __init__(self, quick: Any, slow: Any, bucket: str = "", *, keeps_input: bool = False) -> None:
         self._quick = quick
         self._slow = slow
         self._bucket = bucket
         self._keeps_input = keeps_input
-        self.folder = folder
 
     def get(self, key: str) -> memoryview:
         return memoryview(cast(Any, obstore.get(self._quick, key).bytes()))
@@ -95,12 +96,9 @@ class ObstoreBackend:
         self._put(key, data, "overwrite")
 
     def secure(self, keys: Sequence[str]) -> None:
-        if self.folder is not None:
-            files.secure(self.folder / key for key in keys)
+        """Do nothing: a write returns once it is durable."""
 
     def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        if self.folder is not None:
-            files.check(self.folder)
         with obstore.open_writer(self._slow, key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE) as out:
             for part in parts:
                 out.write(part)
@@ -114,7 +112,7 @@ class ObstoreBackend:
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 raise
-            # Files, GCS and Azure may stop at the first missing object without naming it.
+            # GCS and Azure may stop at the first missing object without naming it.
             if len(keys) > 1:
                 for key in keys:
                     self.delete([key])
@@ -127,17 +125,12 @@ class ObstoreBackend:
         return list(obstore.list_with_delimiter(self._quick, prefix)["common_prefixes"])
 
     def sweep(self, prefix: str, older_than_s: float) -> None:
-        if self.folder is not None:
-            files.sweep(self.folder / prefix, older_than_s)
+        """Do nothing: an interrupted write leaves nothing behind."""
 
     def fault(self, error: Exception) -> Fault | None:
         return fault_of(error, self._bucket)
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
-        if self.folder is not None:
-            files.check(self.folder)
-            files.write(self.folder / key, data, create=mode == "create")
-            return
         store = self._slow if memoryview(data).nbytes > LARGE_BYTES else self._quick
         content = bytes(data) if self._keeps_input else data
         obstore.put(store, key, content, mode=mode, use_multipart=False)
@@ -155,8 +148,6 @@ def fault_of(error: Exception, bucket: str) -> Fault | None:
         return of_answer(
             int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", bucket
         )
-    if number := _OS_ERROR.search(text):
-        return of_errno(int(number[1]), text)
     match error:
         case raw.AlreadyExistsError():
             return Fault(AlreadyExists, "the object exists")
@@ -241,80 +232,3 @@ def _no_credentials(text: str) -> Fault:
     status = _STATUS.search(text)
     kind = StoreDenied if status and int(status[1]) < 500 else StoreUnavailable
     return Fault(kind, "no credentials are set, and this machine provides none", "set them in the environment")
-
-
-# Stores in a folder. The first write creates the folder; reads of a missing folder find nothing.
-
-
-class FolderBackend:
-    """Objects below a folder that may not exist yet."""
-
-    errors = ObstoreBackend.errors
-
-    def __init__(self, url: str, path: str) -> None:
-        self._url = url
-        self.folder = Path(path)
-        self._opened: ObstoreBackend | None = None  # kept: a folder that disappears later is not created again
-        with contextlib.suppress(*self.errors):  # reads and writes raise it
-            self._open_existing()
-
-    def get(self, key: str) -> memoryview:
-        if (found := self._open_existing()) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return found.get(key)
-
-    def put(self, key: str, data: BytesLike) -> None:
-        self._open_or_create().put(key, data)
-
-    def put_parts(self, key: str, parts: Iterable[BytesLike]) -> None:
-        self._open_or_create().put_parts(key, parts)
-
-    def create(self, key: str, data: BytesLike) -> None:
-        self._open_or_create().create(key, data)
-
-    def secure(self, keys: Sequence[str]) -> None:
-        files.secure(self.folder / key for key in keys)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        if (found := self._open_existing()) is not None:
-            found.delete(keys)
-
-    def entries(self, prefix: str, after: str | None) -> list[Entry]:
-        found = self._open_existing()
-        return [] if found is None else found.entries(prefix, after)
-
-    def folders(self, prefix: str) -> list[str]:
-        found = self._open_existing()
-        return [] if found is None else found.folders(prefix)
-
-    def sweep(self, prefix: str, older_than_s: float) -> None:
-        files.sweep(self.folder / prefix, older_than_s)
-
-    def fault(self, error: Exception) -> Fault | None:
-        return fault_of(error, "")
-
-    def _open_existing(self) -> ObstoreBackend | None:
-        """Return the store if its folder exists. Raises OSError."""
-        if self._opened is None and self.folder.is_dir():
-            local = LocalStore(prefix=self.folder, automatic_cleanup=True)
-            self._opened = ObstoreBackend(local, local, folder=self.folder)
-        return self._opened
-
-    def _open_or_create(self) -> ObstoreBackend:
-        """Return the store for a write. Raises StoreUnusable, OSError."""
-        if (found := self._open_existing()) is not None:
-            return found
-        try:
-            files.make(self.folder)
-        except OSError as error:
-            raise StoreUnusable(
-                f"store {self._url!r}: {error.strerror}", "name a folder that can be written"
-            ) from error
-        return self._open_or_create()
-
-
-def open_folder(url: str, options: Options) -> FolderBackend:
-    """Open the backend of a `file://` URL. Raises StoreUnusable."""
-    if options:
-        raise StoreUnusable(f"store {url!r}: option {next(iter(options))!r}", "file:// takes no options")
-    return FolderBackend(url, url.partition("://")[2])

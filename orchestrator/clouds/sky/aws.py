@@ -41,13 +41,32 @@ class Account:
         self._is_enabled = False
 
     def machines(self, prefix: str, places: Iterable[str | None]) -> list[Instance]:
-        """Return the machines whose label begins with `prefix`."""
+        """Return the existing machines, stopped ones included, whose label begins with `prefix`."""
         regions = self._regions(places)
-        return query_cloud(lambda: labelled(self._client, regions, LABEL, prefix)) if regions else []
+        filters = [
+            {"Name": f"tag:{LABEL}", "Values": [f"{prefix}*"]},
+            {"Name": "instance-state-name", "Values": list(STATES)},
+        ]
+
+        def query() -> list[Instance]:
+            return [
+                _instance(instance, region)
+                for region in sorted(regions)
+                for page in self._client(region).get_paginator("describe_instances").paginate(Filters=filters)
+                for reservation in page["Reservations"]
+                for instance in reservation["Instances"]
+            ]
+
+        return query_cloud(query) if regions else []
 
     def terminate(self, machines: Iterable[Instance]) -> None:
         """Terminate machines."""
-        query_cloud(lambda: terminate(self._client, machines))
+
+        def request() -> None:
+            for machine in machines:
+                self._client(machine.region).terminate_instances(InstanceIds=[machine.id])
+
+        query_cloud(request)
 
     def drop_group(self, places: Iterable[str | None], timeout_s: float) -> None:
         """Delete the security group in all regions; its machines may still be shutting down.
@@ -56,7 +75,7 @@ class Account:
         """
         deadline_s = time.monotonic() + timeout_s
         regions, group = self._regions(places), self._group or ""
-        while refusals := query_cloud(lambda: drop_groups(self._client, regions, group)):
+        while refusals := query_cloud(lambda: self._drop_groups(regions, group)):
             if time.monotonic() > deadline_s:
                 message = (
                     f"all machines are gone, but AWS did not delete security group {group}, which costs nothing"
@@ -72,7 +91,23 @@ class Account:
         self._is_enabled = self._is_enabled or "aws" in map(str.lower, self._enabled())
         if not self._is_enabled:
             return set()
-        return query_cloud(lambda: all_regions(self._client)) if "" in named else named
+        if "" not in named:
+            return named
+        found = query_cloud(lambda: self._client("us-east-1").describe_regions())["Regions"]
+        return {region["RegionName"] for region in found}
+
+    def _drop_groups(self, regions: Iterable[str], group: str) -> list[str]:
+        """Delete the security groups of that name. Return AWS's error for each group that remains."""
+        refusals = []
+        for region in sorted(regions):
+            ec2 = self._client(region)
+            filters = [{"Name": "group-name", "Values": [group]}]
+            for found in ec2.describe_security_groups(Filters=filters)["SecurityGroups"]:
+                try:
+                    ec2.delete_security_group(GroupId=found["GroupId"])
+                except ec2.exceptions.ClientError as error:
+                    refusals.append(one_line(str(error)))
+        return refusals
 
 
 def _region(place: str | None) -> str | None:
@@ -81,51 +116,11 @@ def _region(place: str | None) -> str | None:
     return region.replace("*", "") if cloud in ("aws", "*") else None
 
 
-def all_regions(client: Client) -> set[str]:
-    """Return every region that the account may use."""
-    return {region["RegionName"] for region in client("us-east-1").describe_regions()["Regions"]}
-
-
-def labelled(client: Client, regions: Iterable[str], label: str, prefix: str) -> list[Instance]:
-    """Return the existing machines, stopped ones included, whose `label` begins with `prefix`."""
-    filters = [
-        {"Name": f"tag:{label}", "Values": [f"{prefix}*"]},
-        {"Name": "instance-state-name", "Values": list(STATES)},
-    ]
-    return [
-        _instance(instance, region, label)
-        for region in sorted(regions)
-        for page in client(region).get_paginator("describe_instances").paginate(Filters=filters)
-        for reservation in page["Reservations"]
-        for instance in reservation["Instances"]
-    ]
-
-
-def terminate(client: Client, instances: Iterable[Instance]) -> None:
-    """Terminate machines."""
-    for instance in instances:
-        client(instance.region).terminate_instances(InstanceIds=[instance.id])
-
-
-def drop_groups(client: Client, regions: Iterable[str], group: str) -> list[str]:
-    """Delete the security groups of that name. Return AWS's error for each group that remains."""
-    refusals = []
-    for region in sorted(regions):
-        ec2 = client(region)
-        filters = [{"Name": "group-name", "Values": [group]}]
-        for found in ec2.describe_security_groups(Filters=filters)["SecurityGroups"]:
-            try:
-                ec2.delete_security_group(GroupId=found["GroupId"])
-            except ec2.exceptions.ClientError as error:
-                refusals.append(one_line(str(error)))
-    return refusals
-
-
-def _instance(description: dict[str, Any], region: str, label: str) -> Instance:
+def _instance(description: dict[str, Any], region: str) -> Instance:
     tags = {tag["Key"]: tag["Value"] for tag in description.get("Tags", [])}
     return Instance(
         id=description["InstanceId"],
-        name=tags[label],
+        name=tags[LABEL],
         region=region,
         zone=description["Placement"]["AvailabilityZone"],
         machine=description["InstanceType"],

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,12 +20,10 @@ from shlex import quote
 from typing import Any, Generic, TypeVar
 
 import psutil
-import structlog
 
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.errors import COLOUR, HAS_LOG, Failure, classify, one_line
 
-log = structlog.get_logger()
 Result = TypeVar("Result")
 
 # One launch tries zone after zone and sets the machine up. After a timeout the next launch of the same name
@@ -35,18 +32,6 @@ LAUNCH_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 300.0  # other calls that wait for machines
 CANCEL_TIMEOUT_S = 5.0
 FIND_TIMEOUT_S = 60.0
-LOGGED_FROM_S = 0.1  # shorter calls are not in the log
-
-
-@contextlib.contextmanager
-def timed(call: str, cluster: str) -> Iterator[None]:
-    """Log the duration of a call unless it is short, also if the call fails."""
-    began_s = time.monotonic()
-    try:
-        yield
-    finally:
-        if (seconds := time.monotonic() - began_s) >= LOGGED_FROM_S:
-            log.info("skypilot_called", call=call, cluster=cluster, seconds=round(seconds, 2))
 
 
 def restore_tracebacks() -> None:

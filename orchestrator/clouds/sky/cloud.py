@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds.local import lines_of
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
-from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S, timed
+from grpo_orch.orchestrator.clouds.sky.calls import CALL_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from grpo_orch.orchestrator.clouds.sky.offers import offers_of, pool_of, resources_in
 from grpo_orch.orchestrator.clouds.sky.records import ClusterState, SkyOffer, nodes_name
 from grpo_orch.orchestrator.clouds.sky.watch import (
@@ -101,12 +101,9 @@ class SkyCloud:
             try:
                 # Only a machine that this process set up certainly has this version of the project.
                 if entry is not None and entry.attempt and entry.cluster.state is ClusterState.UP:
-                    with timed("run_again", name):
-                        self._sky.run_again(name, work, CALL_TIMEOUT_S)
+                    self._sky.run_again(name, work, CALL_TIMEOUT_S)
                 else:
-                    with timed("launch", name):
-                        cluster = self._sky.launch(name, work, LAUNCH_TIMEOUT_S)
-                    self._clusters.record(cluster)
+                    self._clusters.record(self._sky.launch(name, work, LAUNCH_TIMEOUT_S))
             except Exception as error:
                 classified = self._failed.classify(name, error)
                 if entry is None and not (isinstance(classified, CloudRefused) and classified.machine_exists):
@@ -122,7 +119,7 @@ class SkyCloud:
         """See `Cloud.terminate`. Also ends a launch of the same machine that is in progress."""
         name = self._prefix + node
         is_launching = name in self._clusters.launching()
-        with self._clusters.call(name), timed("down", name):
+        with self._clusters.call(name):
             if is_launching:
                 self._failed.cancel(name)
             self._unrecorded.down(name, CALL_TIMEOUT_S)
@@ -142,16 +139,6 @@ class SkyCloud:
             Role.ROLLOUT: self._offer(Role.ROLLOUT, self._spec.rollout.resources),
         }
         return [by_role[role] for role, _, _ in wanted_slots(self._spec)]
-
-    def without_quota(self) -> list[str]:
-        """See `Cloud.without_quota`."""
-        region = sole_region(self._spec)
-        lines = []
-        for role in dict.fromkeys(role for role, _, _ in wanted_slots(self._spec)):
-            market = market_of(role, self._spec)
-            resources = resources_for(self._resources(role), role, market, region)
-            lines += quota_lines(self._sky, role, resources, market)
-        return lines
 
     def pools(self) -> list[PoolOffer]:
         """See `Cloud.pools`."""
@@ -266,9 +253,7 @@ class SkyCloud:
         self._silences[node] = (now_s if due else since_s, now_s)
         if not due:
             return
-        with timed("is_idle", name):
-            is_idle = self._unrecorded.is_idle(name, CALL_TIMEOUT_S)
-        if not is_idle:
+        if not self._unrecorded.is_idle(name, CALL_TIMEOUT_S):
             # A slow answer means a busy machine; the check itself may keep it busy.
             next_s = time.monotonic() + IDLE_REST_FACTOR * (time.monotonic() - now_s)
             self._silences[node] = (next_s, next_s)
@@ -344,32 +329,3 @@ class FailedLaunches:
             return error
         self._clusters.record(cluster)
         return CloudRefused(error.refusal, str(error), machine_exists=True)
-
-
-# Quotas of zero. AWS and GCP report them.
-
-QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
-QUOTA_CHECKS_MAX = 8  # per role: without a named place there are dozens of regions, at about 1 s each
-
-
-def quota_lines(sky: SkyPilot, role: Role, resources: dict[str, Any], market: Market) -> list[str]:
-    """Return a line for each instance type with a quota of zero, among SkyPilot's cheapest offers.
-
-    A quota belongs to an instance type, market and region. Empty also where offers or quotas are unknown.
-    """
-    try:
-        offers = sky.offers(resources, spot=market is Market.SPOT)
-        kinds: dict[tuple[str, str], SkyOffer] = {}
-        for offer in offers:
-            kinds.setdefault((region_of(offer.infra), offer.instance_type), offer)
-        checked = list(kinds.items())[:QUOTA_CHECKS_MAX]
-        lacking = [kind for kind, offer in checked if not sky.has_quota(offer)]
-    except (CloudRefused, CloudUnavailable):
-        return []
-    market_name = market.replace("_", " ")
-    return [f"{role}: {zero_quota(kind, market_name, region)}" for region, kind in lacking]
-
-
-def zero_quota(kind: str, market: str, places: str) -> str:
-    """Return the message for a quota of zero."""
-    return f"the account's quota for {kind} {market} is zero in {places}; request more: {QUOTA_HELP}"

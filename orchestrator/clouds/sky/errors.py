@@ -80,92 +80,36 @@ NOT_OFFERED = frozenset(
 )
 MALFORMED = frozenset({"InvalidClusterNameError", "InvalidSkyPilotConfigError", "TypeError", "ValueError"})
 _CAPACITY_PATTERNS = (
-    # AWS
-    "InsufficientInstanceCapacity",
-    "InsufficientHostCapacity",
-    "InsufficientReservedInstanceCapacity",
-    "InsufficientCapacity",
-    "SpotMaxPriceTooLow",
-    # GCP
-    "ZONE_RESOURCE_POOL_EXHAUSTED",
-    "does not have enough resources available to fulfill",
-    "no more capacity in the zone",
-    "Insufficient reserved capacity",
+    r"Insufficient\w*Capacity|SpotMaxPriceTooLow",  # AWS
+    "ZONE_RESOURCE_POOL_EXHAUSTED|does not have enough resources available to fulfill",  # GCP
+    "no more capacity in the zone|Insufficient reserved capacity",
     "UNSUPPORTED_OPERATION",  # preempted during creation
-    # Azure
-    "AllocationFailed",
-    "OverconstrainedAllocationRequest",
-    "OverconstrainedZonalAllocationRequest",
-    "SkuNotAvailable",
-    # Kubernetes, Lambda
-    "nodes are available",
-    r"Insufficient (nvidia\.com/gpu|cpu|memory|pods)",
-    "insufficient-capacity",
+    r"AllocationFailed|Overconstrained(Zonal)?AllocationRequest|SkuNotAvailable",  # Azure
+    r"nodes are available|Insufficient (nvidia\.com/gpu|cpu|memory|pods)",  # Kubernetes
+    "insufficient-capacity",  # Lambda
 )
 _QUOTA_PATTERNS = (
-    # AWS
-    "MaxSpotInstanceCountExceeded",
-    "VcpuLimitExceeded",
-    "InstanceLimitExceeded",
-    "VolumeLimitExceeded",
-    "AddressLimitExceeded",
-    "VpcLimitExceeded",
-    # GCP
-    "QUOTA_EXCEEDED",
-    "quotaExceeded",
-    r"Quota '\w+' (exceeded|exhausted)",
-    "QuotaFailure",
-    # Azure
-    "QuotaExceeded",
-    "exceeding approved .*quota",
-    # Kubernetes, SkyPilot itself
-    "exceeded quota",
-    "Found no quota for",
+    "MaxSpotInstanceCountExceeded|(Vcpu|Instance|Volume|Address|Vpc)LimitExceeded",  # AWS
+    r"QUOTA_EXCEEDED|quotaExceeded|Quota '\w+' (exceeded|exhausted)|QuotaFailure",  # GCP
+    "QuotaExceeded|exceeding approved .*quota",  # Azure
+    "exceeded quota|Found no quota for",  # Kubernetes, SkyPilot itself
 )
 _CREDENTIALS_PATTERNS = (
-    # AWS
-    "UnauthorizedOperation",
-    "AuthFailure",
-    "AccessDenied",
-    "InvalidClientTokenId",
-    "UnrecognizedClientException",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "RequestExpired",
-    "NoCredentialsError",
-    "Unable to locate credentials",
-    "OptInRequired",
-    "PendingVerification",
-    # GCP
-    "IAM_PERMISSION_DENIED",
-    "PERMISSION_DENIED",
-    r"Required '[\w.]+' permission",
-    "Policy update access denied",
+    "UnauthorizedOperation|AuthFailure|AccessDenied|InvalidClientTokenId|UnrecognizedClientException",  # AWS
+    "SignatureDoesNotMatch|ExpiredToken|RequestExpired|OptInRequired|PendingVerification",
+    "NoCredentialsError|Unable to locate credentials",
+    r"PERMISSION_DENIED|Required '[\w.]+' permission|Policy update access denied",  # GCP
     "DefaultCredentialsError",
-    # Azure, Kubernetes, SkyPilot itself
-    "AuthorizationFailed",
-    "ClientAuthenticationError",
-    "ReadOnlyDisabledSubscription",
-    "is forbidden: User",
-    "invalid cloud c(redentials|onfig)",
-    "not enabled",
+    "AuthorizationFailed|ClientAuthenticationError|ReadOnlyDisabledSubscription",  # Azure
+    "is forbidden: User|invalid cloud c(redentials|onfig)|not enabled",  # Kubernetes, SkyPilot itself
 )
 _BUSY_PATTERNS = (
-    "RequestLimitExceeded",
-    "Throttling",
-    "RESOURCE_OPERATION_RATE_EXCEEDED",
-    "TooManyRequests",
-    "ServiceUnavailable",
-    "Could not connect to the endpoint URL",
-    "Read timeout on endpoint URL",
-    "ENDPOINT_CONNECTION_ERROR",
+    "RequestLimitExceeded|Throttling|RESOURCE_OPERATION_RATE_EXCEEDED|TooManyRequests|ServiceUnavailable",
+    "Could not connect to the endpoint URL|Read timeout on endpoint URL|ENDPOINT_CONNECTION_ERROR",
     # two concurrent launches create the resources that all clusters of a user share
-    "InvalidPermission.Duplicate",
-    "InvalidGroup.Duplicate",
+    r"Invalid(Permission|Group)\.Duplicate",
     # the API server restarted or is short of memory
-    "Failed to get request",
-    "Failed to process response from SkyPilot API server",
-    "BrokenProcessPool",
+    "Failed to get request|Failed to process response from SkyPilot API server|BrokenProcessPool",
 )
 # Capacity first: if one place has no capacity and another no quota, waiting helps.
 _PATTERNS = (

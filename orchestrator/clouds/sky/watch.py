@@ -27,7 +27,6 @@ from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.aws import GONE_EVERY_S
-from grpo_orch.orchestrator.clouds.sky.calls import timed
 from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState, Instance
 from grpo_orch.policies.costs.store_costs import are_reports_listed
 
@@ -437,8 +436,7 @@ class Suspicions:
             return False
         if self._can_connect(entry.cluster):
             return True
-        with timed("has_machines", name):
-            exists = self._sky.has_machines(name)
+        exists = self._sky.has_machines(name)
         if exists is False:
             self._clusters.mark_lost(name, preempted_or_gone(entry.cluster))
         elif exists and name in self._answered:
@@ -450,8 +448,7 @@ class Suspicions:
         return False
 
     def _check_through_skypilot(self, name: str, entry: KnownCluster) -> bool:
-        with timed("confirm", name):
-            cluster = self._sky.confirm(name, QUERY_TIMEOUT_S)
+        cluster = self._sky.confirm(name, QUERY_TIMEOUT_S)
         if cluster is None:
             self._clusters.mark_lost(name, preempted_or_gone(entry.cluster))
             return False

@@ -18,11 +18,10 @@ import structlog
 import torch
 
 from grpo_orch.checkpoint.records.rollouts import Rollout, Session
-from grpo_orch.checkpoint.records.samples import SCHEMA, Group, Head, Message, Sample
+from grpo_orch.checkpoint.records.samples import SCHEMA, Group, Head, Message, Sample, SampleWriter
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Completion
-from grpo_orch.tasks.storing.sample_writer import SampleWriter
 
 log = structlog.get_logger()
 

@@ -8,19 +8,18 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.store.bucket import BucketRules, RulesUnknown, rules_of
+from grpo_orch.checkpoint.store.backends.aws import BucketRules, RulesUnknown, rules_of
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.doctor import lifecycle
 from tests.rigs.store.server import S3Server
 
 
-@pytest.fixture(params=["obstore", pytest.param("fsspec", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, moto: S3Server, tmp_path: Path) -> Store:
+@pytest.fixture
+def store(moto: S3Server, tmp_path: Path) -> Store:
     """A run in a bucket of its own."""
     name = "rules-" + "".join(char if char.isalnum() else "-" for char in tmp_path.name.lower())[-50:].strip("-")
     moto.client().create_bucket(Bucket=name, ObjectLockEnabledForBucket="lock" in tmp_path.name)
-    options = moto.fsspec_options() if request.param == "fsspec" else moto.options()
-    return Store(f"s3://{name}/runs/one", options=options, retry_s=5.0)
+    return Store(f"s3://{name}/runs/one", options=moto.options(), retry_s=5.0)
 
 
 def bucket_of(store: Store) -> str:
@@ -104,31 +103,6 @@ def test_bucket_that_deletes_needed_objects_is_reported(
     expire(moto, store, {"Filter": {"Prefix": prefix}, "Expiration": {"Days": 30}})
     assert rules_of(store.url, store.options).expires_days == expected
     assert any("deletes objects after 30 days" in line for line in told(store)) is (expected is not None)
-
-
-class Answers:
-    """A versioned bucket's, as botocore has them; moto keeps no sizes of a rule."""
-
-    def __init__(self, rule: dict[str, Any]) -> None:
-        self._rule = {"Status": "Enabled", **rule}
-
-    def get_bucket_versioning(self, **_: str) -> dict[str, Any]:
-        return {"Status": "Enabled"}
-
-    def get_bucket_lifecycle_configuration(self, **_: str) -> dict[str, Any]:
-        return {"Rules": [self._rule]}
-
-    def get_object_lock_configuration(self, **_: str) -> dict[str, Any]:
-        return {}
-
-
-@pytest.mark.parametrize("limit", ["ObjectSizeGreaterThan", "ObjectSizeLessThan"])
-@pytest.mark.parametrize("together", [False, True])
-def test_chunks_are_large_and_entries_small(limit: str, *, together: bool) -> None:
-    limits = {"And": {"Prefix": "runs/", limit: 1 << 20}} if together else {limit: 1 << 20}
-    ends = {"Expiration": {"Days": 30}, "NoncurrentVersionExpiration": {"NoncurrentDays": 7}}
-    found = rules_of("s3://ours/runs/one", {}, Answers({"Filter": limits, **ends}))
-    assert found == BucketRules(versioned=True, expires_days=30), "versions of the other sizes stay for ever"
 
 
 def test_a_lock_holds_every_version(store: Store, moto: S3Server) -> None:

@@ -25,14 +25,11 @@ from grpo_orch.checkpoint.store.run_store import Store
 from tests.budget import examples, until
 from tests.rigs.store.server import S3Server
 
-BACKENDS = ("memory", "memory-fsspec", "file", "file-fsspec", "moto", "moto-fsspec", "ceph", "ceph-fsspec")
+BACKENDS = ("memory", "file", "moto", "ceph")
 _numbers = count(1)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.fixture(params=[pytest.param(name, marks=[SLOW] if name == "moto-fsspec" else []) for name in BACKENDS])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -45,17 +42,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> Store
 def fresh_store(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> Store:
     """An empty store. A blank in its name, because a user may have one."""
     number = next(_numbers)
-    server_name, _, driver = backend.partition("-")
-    plain = {"driver": driver} if driver else {}
-    match server_name:
+    match backend:
         case "memory":
-            return Store(f"memory://store-{number}", retry_s=0.2, options=plain)
+            return Store(f"memory://store-{number}", retry_s=0.2, options={})
         case "file":
-            return Store(f"file://{tmp_path}/the run {number}", retry_s=0.2, options=plain)
+            return Store(f"file://{tmp_path}/the run {number}", retry_s=0.2, options={})
         case _:
-            server: S3Server = request.getfixturevalue(server_name)
-            options = server.fsspec_options() if driver else server.options()
-            return Store(server.url(f"the run {number}"), retry_s=5, options=options)
+            server: S3Server = request.getfixturevalue(backend)
+            return Store(server.url(f"the run {number}"), retry_s=5, options=server.options())
 
 
 def fill(store: Store, keys: list[str]) -> None:
@@ -123,10 +117,8 @@ def test_age_of_an_object_is_by_the_stores_dates(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_thousands_are_listed_whole_and_deleted_at_once(request: pytest.FixtureRequest, store: Store) -> None:
-    # A page has 1,000. Fewer through fsspec, which needs ten seconds to write 2,500.
-    number_of = 1100 if "fsspec" in request.node.name else 2500
-    keys = [f"t/{number:06d}" for number in range(number_of)]
+def test_thousands_are_listed_whole_and_deleted_at_once(store: Store) -> None:
+    keys = [f"t/{number:06d}" for number in range(2500)]  # a page has 1,000
     fill(store, keys)
     store.put("u/stays", b"")
     assert [entry.key for entry in store.entries("t")] == keys
@@ -221,7 +213,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 
 def test_the_store_is_a_dict(request: pytest.FixtureRequest, tmp_path: Path, backend: str) -> None:
-    most = {"memory": 100, "file": 50}.get(backend.partition("-")[0], 5)
+    most = {"memory": 100, "file": 50}.get(backend, 5)
 
     class Machine(StoreAgainstDict):
         def open_store(self) -> Store:

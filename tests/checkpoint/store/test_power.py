@@ -28,7 +28,6 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Completion
 from tests.stand_ins.world import spec
 
-DRIVERS = ("obstore", "fsspec")
 LARGE = 3 << 20
 
 
@@ -73,9 +72,9 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     return disk
 
 
-@pytest.fixture(params=DRIVERS)
-def store(request: pytest.FixtureRequest, disk: Disk, tmp_path: Path) -> Store:  # noqa: ARG001  # it is to watch
-    return Store(f"file://{tmp_path}/disk/runs/one", options={"driver": request.param})
+@pytest.fixture
+def store(disk: Disk, tmp_path: Path) -> Store:  # noqa: ARG001  # it is to watch
+    return Store(f"file://{tmp_path}/disk/runs/one", options={})
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.spec import AbstractFileSystem
 
 from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import AlreadyExists, StoreDenied, StoreUnavailable, StoreUnusable
@@ -18,13 +16,10 @@ from tests.rigs.store.fault_proxy import Answer, Away, Fault, FaultProxy, Ignore
 from tests.rigs.store.server import S3Server
 
 
-@pytest.mark.parametrize("driver", ["", "fsspec"])
-def test_a_store_that_ignores_conditions_is_refused(
-    moto: S3Server, proxy: FaultProxy, tmp_path: Path, driver: str
-) -> None:
+def test_a_store_that_ignores_conditions_is_refused(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.inject(IgnoreConditions())
     server = moto.at(proxy.endpoint)
-    store = Store(server.url(tmp_path.name), options=server.fsspec_options() if driver else server.options())
+    store = Store(server.url(tmp_path.name), options=server.options())
     with pytest.raises(StoreUnusable, match="ignores create-only writes: two controllers") as caught:
         probe(store)
     assert store.url in str(caught.value)
@@ -74,7 +69,7 @@ def test_every_lie_is_found_out(lie: str, told: str) -> None:
 
 
 class LooksFirst(Store):
-    """Creates as most filesystems of fsspec do: looks for the object, and then writes it."""
+    """Looks for the object, and then writes it."""
 
     def create(self, key: str, data: BytesLike) -> None:
         if self.get_or_none(key) is not None:
@@ -90,23 +85,6 @@ def test_store_with_two_winners_is_refused() -> None:
     ):
         probe(store)
     assert store.entries(FOLDER) == []
-
-
-def test_fsspec_without_create_only_writes_is_refused() -> None:
-    class Other(AbstractFileSystem):
-        """Inherits everything from fsspec, as those of SFTP, SMB, HDFS and FTP do."""
-
-        protocol = "other"
-
-        def exists(self, path: str, **_: object) -> bool:
-            raise AssertionError(f"{path} was looked for")
-
-        def rm_file(self, path: str) -> None:
-            raise FileNotFoundError(path)
-
-    fsspec.register_implementation("other", Other, clobber=True)
-    with pytest.raises(StoreUnusable, match="fsspec's Other has no atomic create-only write; use a"):
-        probe(Store("other://host/run", retry_s=0.0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, transfer
@@ -51,9 +50,6 @@ class CuttingStore(Store):
             super().put(key, b"half")
             raise StoreUnavailable(f"write {key}")
         super().put_parts(key, parts)  # type: ignore[arg-type]  # as it was given
-
-    def put(self, key: str, data: BytesLike) -> None:
-        super().put(key, data)
 
 
 @pytest.fixture

@@ -56,8 +56,6 @@ def steps(spool: Spool) -> list[int]:
 
 
 def test_second_slot_is_used_and_a_third_does_not_fit(spool: Spool) -> None:
-    spool.prepare({"model": 3 * SIZE})
-    assert list(spool.folder.iterdir()) == [], "no memory is allocated in advance that does not fit"
     first, second = save(spool, 5), save(spool, 100)
     assert steps(spool) == [5, 100], "in the order of steps, not of names"
     assert spool.claim(105) is None
@@ -82,16 +80,6 @@ def test_files_missing_from_a_save_are_not_kept(spool: Spool) -> None:
     again = save(spool, 10, model=10, empty=0, more=3)
     assert again is not None
     assert sorted(path.name for path in again.rglob("*") if path.is_file()) == ["empty", "model", "more"]
-
-
-def test_preallocated_unused_memory_is_not_reused(spool: Spool) -> None:
-    spool.prepare({"model": SIZE // 2, "optimizer": SIZE})
-    slot = spool.claim(3)
-    assert slot is not None
-    assert {path.name: path.stat().st_size for path in slot.iterdir()} == {"model": SIZE // 2, "optimizer": SIZE}
-    (slot / "optimizer").write_bytes(b"state")
-    spool.seal(slot, sealed(3))
-    assert [path.name for path in slot.iterdir()] == ["optimizer"]
 
 
 class Killed(BaseException):
@@ -253,7 +241,6 @@ def checkpoints_of(spool: Spool, timeline: int, verdict: Verdict) -> CheckpointS
         heartbeat,
         record,
         timeline,
-        meta={},
         frozen={},
         max_behind_steps=10,
         detector=lambda: Detector(verdict),

@@ -44,7 +44,7 @@ class Machine:
         slot = self.spool.claim(step)
         assert slot is not None
         (slot / "model.safetensors").write_bytes(b"weights of %d" % step)
-        self.spool.seal(slot, Seal(str(PolicyVersion(0, step)), 1.0, {}, {SHARED: str(self.base)}))
+        self.spool.seal(slot, Seal(str(PolicyVersion(0, step)), 1.0, {SHARED: str(self.base)}))
         self.uploader.store_one(*self.spool.sealed()[0])
 
     def shared(self) -> list[str]:

@@ -12,13 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import manifest
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.machine.base_model import identity_of
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
-from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
+from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl.canary import canary_of
 from grpo_orch.tasks.trl.weights import adapter_tensors
@@ -26,6 +25,7 @@ from tests.node.rollout.engines import (
     Node,
     make_model,
 )
+from tests.stand_ins.catalog_rig import fetch
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # vLLM holds q, k, v as one, and gate with up
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "rank_pattern": {"up_proj": 2}}
@@ -50,7 +50,7 @@ class Trainer:
         """Returns the label, and where a node has fetched it to."""
         ref = self.put(step, **config)
         folder = self.folder / "policies" / ref.label
-        manifest.fetch(self.store, ref.prefix, folder)
+        fetch(self.store, ref.prefix, folder)
         return ref.label, folder
 
     def put(self, step: int, **config: Any) -> PolicyRef:

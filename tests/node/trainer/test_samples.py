@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from grpo_orch.checkpoint.records import samples
-from grpo_orch.checkpoint.records.samples import Group, Head, Message, Sample
+from grpo_orch.checkpoint.records.samples import WAITING_MAX, Build, Group, Head, Message, Sample, SampleWriter
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.tasks.storing.sample_writer import WAITING_MAX, Build, SampleWriter
 from grpo_orch.tasks.trl.parts.samples import MEASURES, Samples
 from tests.budget import HANG_S
 

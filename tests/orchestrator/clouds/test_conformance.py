@@ -260,7 +260,6 @@ def test_shared_resources_are_cleaned_up_after_the_last_machine(cloud: Cloud, wo
 
 
 def test_a_machine_for_each_slot_is_offered_the_trainer_first(cloud: Cloud) -> None:
-    assert cloud.without_quota() == []
     assert [(offer.role, offer.market) for offer in cloud.offers()] == [
         (Role.TRAINER, Market.ON_DEMAND), (Role.ROLLOUT, Market.SPOT), (Role.ROLLOUT, Market.SPOT),
     ]  # fmt: skip

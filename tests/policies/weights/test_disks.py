@@ -90,15 +90,6 @@ def test_deepspeed_and_fsdp_states_are_stored_with_weights(
     assert checkpoint_bytes(run, model("32B")) == each * model("32B").params
 
 
-def test_machine_for_32b_under_zero_3_holds_three_checkpoints() -> None:
-    """459 GB each: weights in two bytes, and 12 of DeepSpeed's optimizer. After a restart one is read from the
-    disk while two others are on their way to the store."""
-    run = spec(model_init_kwargs={"dtype": "bfloat16"})
-    assert (
-        disk_gb(Role.TRAINER, replace(run, trainer=replace(run.trainer, accelerate=ZERO_3)), model("32B")) == 1800
-    )
-
-
 def test_model_options_may_be_json_as_on_a_command_line() -> None:
     asked = spec(model_init_kwargs='{"dtype": "bfloat16"}')
     assert checkpoint_bytes(asked, model("32B")) == checkpoint_bytes(

@@ -33,11 +33,6 @@ class S3Server:
         keys = {"access_key_id": self.access_key, "secret_access_key": self.secret_key}
         return {"endpoint": self.endpoint, "region": REGION, **keys, **more}
 
-    def fsspec_options(self, **more: Any) -> dict[str, Any]:
-        """Options of a Store through s3fs."""
-        keys = {"key": self.access_key, "secret": self.secret_key}
-        return {"driver": "fsspec", "endpoint_url": self.endpoint, **keys, **more}
-
     def url(self, name: str) -> str:
         return f"s3://{self.bucket}/{name}"
 
@@ -60,15 +55,10 @@ class S3Server:
         )
 
 
-def through(
-    server: S3Server, name: str, driver: str, retry_s: float, hang_s: float = HANG_S, whole_s: float = HANG_S
-) -> Store:
+def through(server: S3Server, name: str, retry_s: float, hang_s: float = HANG_S, whole_s: float = HANG_S) -> Store:
     """A store that gives up a request of which nothing is heard for `hang_s`, or that takes longer than `whole_s`:
     seconds where one is to hang, so that tests do not take half a minute."""
-    if driver == "fsspec":
-        options = server.fsspec_options(config_kwargs={"read_timeout": hang_s, "connect_timeout": hang_s})
-    else:
-        options = server.options(read_timeout=f"{hang_s:g}s", timeout=f"{whole_s:g}s")
+    options = server.options(read_timeout=f"{hang_s:g}s", timeout=f"{whole_s:g}s")
     return Store(server.url(name), retry_s=retry_s, options=options)
 
 

@@ -19,8 +19,9 @@ from grpo_orch.checkpoint.records.documents import MachineReport, RunRecord
 from grpo_orch.checkpoint.security.vouched import sign_run
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.node_contract import AttemptRecord
 from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
-from grpo_orch.tasks.machine.children import AttemptRecord, record_attempt
+from grpo_orch.tasks.machine.children import record_attempt
 from grpo_orch.tasks.machine.exit_note import leave_reason
 from grpo_orch.tasks.machine.node_env import read_run_here
 from tests.budget import HANG_S, until

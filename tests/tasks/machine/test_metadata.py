@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from grpo_orch.tasks.machine import metadata
-from grpo_orch.tasks.machine.metadata import Aws, Azure, Callbacks, Gcp, MetadataService
+from grpo_orch.tasks.machine.metadata import Aws, Azure, Gcp, MetadataService
 from tests.budget import HANG_S, until
 from tests.rigs.metadata import FakeMetadata, fake_metadata
 
@@ -20,7 +20,6 @@ class Watched:
     """A watch in a thread, over the three clouds' clients at the fakes' addresses, and what it told."""
 
     known: tuple[MetadataService, ...]
-    zones: list[str] = field(default_factory=list)
     recommendations: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -28,8 +27,7 @@ class Watched:
 
     def __post_init__(self) -> None:
         notices = self.notices
-        callbacks = Callbacks(self.zones.append, self.recommendations.append, lambda why, _: notices.append(why))
-        args = (self.known, callbacks, self.stop, 0.02)
+        args = (self.known, self.recommendations.append, lambda why, _: notices.append(why), self.stop, 0.02)
         self.thread = threading.Thread(target=metadata.watch, args=args)
         self.thread.start()
 
@@ -52,7 +50,6 @@ def on(stack: ExitStack, cloud: str) -> tuple[FakeMetadata, Watched]:
     return fake, watched
 
 
-CLOUDS = {"aws": "us-east-1a", "gcp": "us-central1-a", "azure": "eastus-2"}
 SAID = {
     "aws": "terminate at 2026-05-01T10:02:00Z",
     "gcp": "preempted",
@@ -61,16 +58,25 @@ SAID = {
 
 
 PATHS = {"aws": "/latest/", "gcp": "/computeMetadata/", "azure": "/metadata/"}
+POLLED = {
+    "aws": "/latest/meta-data/spot/instance-action",
+    "gcp": "/computeMetadata/v1/instance/preempted",
+    "azure": "/metadata/scheduledevents",
+}
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
-def test_each_cloud_is_known_by_zone_and_notice_given_once(stack: ExitStack, cloud: str) -> None:
+def polled(fake: FakeMetadata) -> None:
+    until("a look for a notice", lambda: POLLED[fake.cloud] in fake.asked)
+
+
+@pytest.mark.parametrize("cloud", SAID)
+def test_each_cloud_is_known_and_notice_given_once(stack: ExitStack, cloud: str) -> None:
     fake, watched = on(stack, cloud)
-    until("the zone", lambda: watched.zones)
+    polled(fake)
     asked = len(fake.asked)
     until("another look", lambda: len(fake.asked) > asked + 3)
     assert all(path.startswith(PATHS[cloud]) for path in fake.asked[asked:]), "no other cloud is asked for"
-    assert (watched.zones, watched.notices) == ([CLOUDS[cloud]], [])
+    assert watched.notices == []
     fake.noticed = True
     until("the notice", lambda: watched.notices)
     watched.thread.join(timeout=HANG_S)
@@ -122,15 +128,14 @@ def test_token_that_no_header_can_hold_hides_no_other_cloud(stack: ExitStack) ->
     gcp = stack.enter_context(fake_metadata("gcp"))
     watched = Watched((Aws(portal.url), Gcp(gcp.url)))
     stack.callback(watched.close)
-    until("the zone", lambda: watched.zones)
-    assert watched.zones == [CLOUDS["gcp"]]
+    polled(gcp)
 
 
 def test_missing_metadata_service_reports_nothing(stack: ExitStack) -> None:
     fake, watched = on(stack, "an ordinary server")
     until("all were asked", lambda: len(fake.asked) >= 3)
     watched.close()
-    assert (watched.zones, watched.notices) == ([], [])
+    assert watched.notices == []
     assert len(fake.asked) == 3
 
 
@@ -140,13 +145,12 @@ def test_hanging_metadata_service_does_not_block_the_others(stack: ExitStack) ->
     gcp = stack.enter_context(fake_metadata("gcp"))
     watched = Watched((Aws(hung.url), Aws("http://127.0.0.1:1"), Gcp(gcp.url)))
     stack.callback(watched.close)
-    until("the zone", lambda: watched.zones)
-    assert watched.zones == ["us-central1-a"]
+    polled(gcp)
 
 
 def test_expired_session_token_is_renewed_and_hides_nothing(stack: ExitStack) -> None:
     fake, watched = on(stack, "aws")
-    until("the zone", lambda: watched.zones)
+    polled(fake)
     fake.token, fake.rebalance = "token-2", True
     until("the recommendation", lambda: watched.recommendations)
     assert fake.asked.count("/latest/api/token") == 2
@@ -156,7 +160,7 @@ def test_expired_session_token_is_renewed_and_hides_nothing(stack: ExitStack) ->
 
 def test_service_away_for_a_while_is_polled_on(stack: ExitStack) -> None:
     fake, watched = on(stack, "gcp")
-    until("the zone", lambda: watched.zones)
+    polled(fake)
     fake.silent = True
     asked = len(fake.asked)
     until("a look in vain", lambda: len(fake.asked) > asked)
@@ -181,7 +185,6 @@ def test_no_proxy_is_used_for_metadata(stack: ExitStack, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, proxy.url)
     monkeypatch.setenv("NO_PROXY", "")
     monkeypatch.setenv("no_proxy", "")
-    _, watched = on(stack, "gcp")
-    until("the zone", lambda: watched.zones)
-    assert watched.zones == ["us-central1-a"]
+    fake, _ = on(stack, "gcp")
+    polled(fake)
     assert proxy.asked == []

@@ -232,19 +232,6 @@ def test_the_plan_names_both_prices(clouds: SkyWorld) -> None:
     assert clouds.open().offers()[0].other_market_usd_per_h is None
 
 
-def test_forbidden_kind_is_reported_once_per_region_and_market(clouds: SkyWorld) -> None:
-    assert clouds.open().without_quota() == []
-    clouds.sky.no_quota = {True}
-    (line,) = clouds.open().without_quota()
-    assert line.startswith(
-        "rollout: the account's quota for p5.48xlarge spot is zero in aws/us-east-1; request more"
-    )
-    clouds.sky.no_quota = {True, False}
-    trainer, rollout = clouds.open().without_quota()
-    assert "p5.48xlarge on demand is zero" in trainer
-    assert rollout == line
-
-
 def test_plan_in_two_regions_is_refused_before_purchase(clouds: SkyWorld) -> None:
     trainer = replace(clouds.spec.trainer, resources={"infra": "aws/us-east-1"})
     rollout = replace(clouds.spec.rollout, resources={"infra": "aws/us-west-2"})

@@ -11,7 +11,8 @@ from moto import mock_aws
 from moto.ec2.exceptions import DependencyViolationError
 from moto.ec2.models.security_groups import SecurityGroupBackend
 
-from grpo_orch.orchestrator.clouds.sky import aws
+from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
+from grpo_orch.orchestrator.clouds.sky.aws import Account
 from grpo_orch.orchestrator.clouds.sky.records import ClusterState
 
 EAST, WEST = "us-east-1", "us-west-2"
@@ -20,6 +21,10 @@ LABEL = "grpo-orch"
 
 def client(region: str) -> Any:
     return boto3.client("ec2", region_name=region)
+
+
+ACCOUNT = Account(client, "grpo-a", lambda: ["AWS"])
+BOTH = [f"aws/{EAST}", f"aws/{WEST}"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +47,9 @@ def groups(region: str) -> list[str]:
     return sorted(group["GroupName"] for group in client(region).describe_security_groups()["SecurityGroups"])
 
 
-def test_the_account_has_regions() -> None:
-    assert {EAST, WEST, "eu-central-1"} <= aws.all_regions(client)
+def test_machines_are_found_in_all_regions() -> None:
+    launch("grpo-a-trainer-0-i1", "eu-central-1")
+    assert [one.region for one in ACCOUNT.machines("grpo-a-", ["aws"])] == ["eu-central-1"]
 
 
 def test_machines_are_found_by_their_label_and_terminated() -> None:
@@ -52,17 +58,17 @@ def test_machines_are_found_by_their_label_and_terminated() -> None:
     spot = launch("grpo-a-rollout-0-i1", EAST, InstanceMarketOptions={"MarketType": "spot"})
     stopped = launch("grpo-a-trainer-0-i1", WEST)
     client(WEST).stop_instances(InstanceIds=[stopped])
-    found = aws.labelled(client, [EAST, WEST], LABEL, "grpo-a-")
+    found = ACCOUNT.machines("grpo-a-", BOTH)
     assert [(one.id, one.name, one.region, one.state, one.spot) for one in found] == [
         (spot, "grpo-a-rollout-0-i1", EAST, ClusterState.UP, True),
         (stopped, "grpo-a-trainer-0-i1", WEST, ClusterState.STOPPED, False),
     ]
     assert (found[0].zone, found[0].machine) == ("us-east-1a", "m6i.large")
     assert found[0].address
-    assert aws.labelled(client, [WEST], LABEL, "grpo-a-") == found[1:]
-    aws.terminate(client, found)
-    assert aws.labelled(client, [EAST, WEST], LABEL, "grpo-a-") == []
-    assert len(aws.labelled(client, [EAST], LABEL, "")) == 2
+    assert ACCOUNT.machines("grpo-a-", BOTH[1:]) == found[1:]
+    ACCOUNT.terminate(found)
+    assert ACCOUNT.machines("grpo-a-", BOTH) == []
+    assert len(ACCOUNT.machines("", BOTH[:1])) == 2
 
 
 def test_security_group_is_deleted_only_when_unused(
@@ -77,8 +83,8 @@ def test_security_group_is_deleted_only_when_unused(
 
     with monkeypatch.context() as used:
         used.setattr(SecurityGroupBackend, "delete_security_group", refuse)
-        (why,) = aws.drop_groups(client, [EAST], "grpo-a")
-    assert "sg-1 has a dependent object" in why
+        with pytest.raises(CloudUnavailable, match="sg-1 has a dependent object"):
+            ACCOUNT.drop_group(BOTH[:1], 0.0)
     for _ in range(2):
-        assert aws.drop_groups(client, [EAST], "grpo-a") == []
+        ACCOUNT.drop_group(BOTH[:1], 0.0)
     assert (groups(EAST), groups(WEST)) == (["default", "grpo-ab"], ["default", "grpo-a", "grpo-ab"])

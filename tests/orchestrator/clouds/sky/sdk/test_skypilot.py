@@ -78,9 +78,10 @@ def test_the_runs_machines_have_a_security_group_of_their_own(tmp_path: Path) ->
 
         asked, left = [], ["sg-1 is in use"]
         skypilot._requests.query = lambda *_: ["AWS"]  # what the API server calls enabled
-        aws.all_regions = lambda _: {"east", "west"}
-        aws.drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
+        regions = {"Regions": [{"RegionName": "east"}, {"RegionName": "west"}]}
+        aws.Account._drop_groups = lambda _, *given: asked.append([sorted(given[0]), given[1]]) or left
         sky = skypilot.SkyPilot("grpo-a")
+        sky._aws._client = lambda _: skypilot.SimpleNamespace(describe_regions=lambda: regions)
         try:
             sky.drop_group(["aws/us-east-1/us-east-1a", "gcp"], -1.0)
         except CloudUnavailable as error:
@@ -167,7 +168,7 @@ def test_clusters_of_all_users_and_unrecorded_ones_are_listed(tmp_path: Path) ->
         launched("aaaa", "grpo-r-trainer-0-i1")
         launched("bbbb", "grpo-other-trainer-0-i1")
         sky = skypilot.SkyPilot("grpo-r")
-        aws.labelled = lambda *_: [
+        aws.query_cloud = lambda _: [
             Instance("i-1", name, "us-east-1", "us-east-1b", "m6i.large", True, "up", "198.18.0.7")
             for name in ("grpo-r-trainer-0-i1", "grpo-r-rollout-0-i1")
         ]
