@@ -272,8 +272,7 @@ def engine_memory_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory
     """Return the memory of an engine on GPUs of this kind; None if the model's shape is unknown."""
     if model.shape is None:
         return None
-    engines = max(1, gpus_of(Role.ROLLOUT, spec) // engine_gpus(spec.rollout.vllm))
-    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes, engines)
+    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes)
 
 
 def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
@@ -297,7 +296,7 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     if role is Role.TRAINER and (trainer := trainer_memory_of(spec, model)) is not None:
         parts = {"memory": dict(trainer.gpu.parts), "moment": trainer.gpu.moment, "host": dict(trainer.host.parts)}
     if role is Role.ROLLOUT and gpu is not None and (engine := engine_memory_of(spec, model, gpu)) is not None:
-        parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment, "host": dict(engine.host.parts)}
+        parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment}
         parts |= {"cache_tokens": engine.tokens, "sequences": engine.sequences}
     return MachinePlan(
         role=role,

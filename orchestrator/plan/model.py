@@ -33,7 +33,7 @@ class MachinePlan:
         gpus: GPUs per machine.
         memory: bytes of one GPU by purpose, at the peak; empty if the model's shape is unknown.
         moment: the time of that peak, as text.
-        host: bytes of the machine's main memory by purpose.
+        host: bytes of the trainer machine's main memory by purpose.
         fits: whether the memory suffices.
         cache_tokens: tokens that an engine's KV cache holds.
         sequences: sequences of maximum length that it holds.

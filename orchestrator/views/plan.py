@@ -118,10 +118,9 @@ def _facts(plan: Plan) -> Table:
     if plan.rollout is not None and plan.rollout.cache_tokens is not None:
         cache = f"{plan.rollout.cache_tokens:,} tokens an engine"
         table.add_row("KV cache", f"{cache}: {short(plan.rollout.sequences)} sequences of the maximum length")
-    for machine in _machines(plan):
-        if machine.host:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
-            table.add_row("RAM", f"{machine.role} machine, GiB: {parts}")
+    if plan.trainer.host:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.trainer.host.items())
+        table.add_row("RAM", f"trainer machine, GiB: {parts}")
     if plan.lost is not None:
         step = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
         most = f"{duration(plan.lost.max_s)}{_dollars(plan.lost.max_usd)}"

@@ -53,14 +53,12 @@ class EngineMemory:
 
     Attributes:
         gpu: of each of its GPUs, the KV cache included.
-        host: of the machine, all its engines together.
         token_bytes: of a token in one GPU's KV cache.
         tokens: that the engine's KV cache holds; 0 if the model leaves no room.
         sequences: of maximum length that it holds at once; below 1 vLLM refuses to start.
     """
 
     gpu: Memory
-    host: Memory
     token_bytes: int
     tokens: int
     sequences: float

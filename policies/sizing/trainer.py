@@ -75,12 +75,11 @@ def _bool_mask(training: Training) -> int:
 # Activations of one layer, and of the head, between forward and backward pass.
 # Counted from the tensors that autograd saves in transformers 5.19's decoders under sdpa (`modeling_qwen2.py` and
 # similar), PEFT 0.21's layers and TRL 1.16's head. The textbook's 34 bytes x hidden a token and layer (arXiv
-# 2205.05198) are for another MLP, with dropouts and without grouped heads. Saved tensors depend on four settings:
+# 2205.05198) are for another MLP, with dropouts and without grouped heads. Saved tensors depend on three settings:
 # - *mixed precision* (float32 weights under autocast): norms stay in float32, each linear layer keeps its own cast
 #   of its input, and the cast weights are kept too.
 # - *weights in bfloat16*: norms compute in a float32 copy; linear layers share their input.
 # - *adapters*: a frozen layer keeps no input, an adapted one a copy of its own.
-# - *Liger's kernels* (0.8, `ops/rms_norm.py`, `ops/swiglu.py`): norms keep only their input, the MLP gate and up.
 
 # TRL 1.16 computes logits in tiles of this many tokens and words (`kernels/chunked_logprob.py`).
 TILE_TOKENS = 4096
@@ -194,8 +193,6 @@ def _norms(shape: Shape, training: Training) -> int:
     wide = (shape.norms - _head_norms(shape)) // shape.hidden * shape.hidden
     heads = (shape.heads + shape.kv_heads) * shape.head_dim if _head_norms(shape) else 0
     trains, compute = training.lora is None, training.compute_bytes
-    if training.fused_layers:
-        return (wide - shape.hidden) * training.weight_bytes + heads * compute
     normalised = heads * (FLOAT32 + (compute if trains else 0))
     if training.weight_bytes == FLOAT32:
         return (wide - shape.hidden) * FLOAT32 + (wide * FLOAT32 if trains else 0) + normalised
@@ -204,22 +201,18 @@ def _norms(shape: Shape, training: Training) -> int:
 
 def _head_norms(shape: Shape) -> int:
     """Return the elements of the norms of queries and keys; 0 without."""
-    rest = shape.norms % shape.hidden
-    return rest if shape.latent is None else 0
+    return shape.norms % shape.hidden
 
 
 def _mlp(shape: Shape, training: Training) -> int:
     """Return the bytes a token of gate, its activation and up. Experts also keep their input tokens."""
-    tensors = 2 if training.fused_layers else 3
     routed = 2 * shape.experts.chosen * shape.hidden if shape.experts is not None else 0
-    return (tensors * _width(shape) + routed) * training.compute_bytes
+    return (3 * _width(shape) + routed) * training.compute_bytes
 
 
 def _attention(shape: Shape, training: Training) -> int:
     """Return the bytes a token of queries, keys and values, which are repeated for each head, and the result."""
-    width = shape.heads * shape.head_dim
-    values = shape.heads * (shape.latent.value_dim if shape.latent else shape.head_dim)
-    return (2 * width + 2 * values) * training.compute_bytes + shape.heads * FLOAT32
+    return 4 * shape.heads * shape.head_dim * training.compute_bytes + shape.heads * FLOAT32
 
 
 def _inputs(shape: Shape, training: Training) -> int:

@@ -61,7 +61,6 @@ class Training:
         sequences: in one forward and backward pass of a process.
         generation_sequences: that one process generates at once, if the trainer generates itself.
         accumulates: whether a step adds up the gradients of several batches.
-        fused_layers: whether Liger's kernels replace norms and activations.
     """
 
     processes: int = 1
@@ -81,7 +80,6 @@ class Training:
     completion_tokens: int = DEFAULT_COMPLETION
     generation_sequences: int = 0
     accumulates: bool = False
-    fused_layers: bool = False
 
     @property
     def tokens(self) -> int:
@@ -133,7 +131,6 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
         generation_sequences=sequences * batches if generates_itself(spec) else 0,
         accumulates=int(grpo.get("gradient_accumulation_steps") or 1) > 1,
-        fused_layers=bool(grpo.get("use_liger_kernel")),
     )
 
 
@@ -260,13 +257,10 @@ def generating(shape: Shape, training: Training) -> dict[str, int]:
     """
     length, count = training.prompt_tokens + training.completion_tokens, training.generation_sequences
     element_bytes = count * length * training.compute_bytes
-    layer_width = 2 * shape.kv_heads * shape.head_dim
-    if shape.latent is not None:  # transformers keeps expanded keys and values
-        layer_width = shape.heads * (shape.head_dim + shape.latent.value_dim)
     casts = (shape.text_params - shape.embedding_params) * training.compute_bytes
-    copies = layer_width + 2 * shape.heads * shape.head_dim
+    copies = shape.cached + 2 * shape.heads * shape.head_dim
     return {
-        "KV cache": element_bytes * (shape.layers * layer_width + copies),
+        "KV cache": element_bytes * (shape.layers * shape.cached + copies),
         "logits": count * shape.vocab * DRAW_BYTES,
         "weights cast": casts if training.is_mixed and training.lora is None else 0,
     }

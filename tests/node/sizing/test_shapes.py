@@ -27,10 +27,6 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [{"num_experts": 4, **MIXED, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}],
     "qwen3": [{"attention_bias": True, "tie_word_embeddings": True}],
     "qwen3_moe": [{"num_experts": 4, **MIXED, "decoder_sparse_step": 2}, {"num_experts": 4, **MIXED}],
-    "deepseek_v3": [
-        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, **MIXED, "q_lora_rank": 20, "kv_lora_rank": 12},
-        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, **MIXED, "q_lora_rank": None, "kv_lora_rank": 12},
-    ],
 }
 WITH_EYES = {"qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"}
 

@@ -129,18 +129,6 @@ def test_machine_named_by_type_has_the_gpus_of_the_catalog() -> None:
     assert not [line for line in plan.unknown if line.startswith("prices of")]
 
 
-def test_the_machines_memory_is_that_of_all_its_engines() -> None:
-    spec = spec_of("qwen-32b")
-    one, eight, four = (
-        plan_of(
-            replace(spec, rollout=replace(spec.rollout, vllm=vllm, resources={"accelerators": f"H200:{gpus}"}))
-        )
-        for gpus, vllm in ((1, {}), (8, {}), (8, {"tensor-parallel-size": 2}))
-    )
-    held = [plan.rollout.host["processes"] for plan in (one, eight, four) if plan.rollout is not None]
-    assert [each / held[0] for each in held] == [1, 8, 4 * 3 / 2]  # a server and a process for each GPU
-
-
 def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
     """16 bytes a parameter, 23 GiB, and activations."""
     plan = plan_of(spec_of("math-two-gpus"))
