@@ -13,14 +13,13 @@ from typing import Any
 
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, json_in
-from grpo_orch.orchestrator.plan.model import MachinePlan
+from grpo_orch.orchestrator.plan.model import MachinePlan, Prices
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
 from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory
-from grpo_orch.policies.sizing.money import Prices
 from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
 from grpo_orch.policies.sizing.trainer import trainer_memory

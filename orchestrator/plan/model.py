@@ -6,10 +6,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Cost, Prices
 
 # Origin of a number: the run's log, or an estimate.
 Source = Literal["measured", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """USD an hour of one machine on each market; None if unavailable there, or unknown."""
+
+    on_demand_usd_per_h: float | None = None
+    spot_usd_per_h: float | None = None
+
+    def on(self, market: Market) -> float | None:
+        return self.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost in USD; `to_end_usd` is None if the run's length is unknown."""
+
+    usd_per_h: float
+    usd_per_day: float
+    to_end_usd: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

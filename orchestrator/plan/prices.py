@@ -14,11 +14,10 @@ from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.machines import kinds_in
-from grpo_orch.orchestrator.plan.model import CloudPrice
+from grpo_orch.orchestrator.plan.model import CloudPrice, Prices
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Prices
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
 OWN = ("kubernetes", "k8s", "ssh", "slurm")

@@ -23,6 +23,7 @@ from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, 
 from grpo_orch.policies.ledger.accounting import surviving_rows
 from grpo_orch.policies.model.gpus import engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
+from grpo_orch.policies.model.vocabulary import Market
 from grpo_orch.policies.sizing import speed
 from grpo_orch.policies.sizing.engine import engine_of
 from grpo_orch.policies.sizing.shapes import Shape
@@ -226,11 +227,14 @@ def _chosen_share(shape: Shape) -> float:
 
 
 def hourly_prices(
-    trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
+    controller_usd_per_h: float,
+    markets: tuple[Market, Market] | None = None,
 ) -> HourlyPrices | None:
-    """Return the machines' prices on run.yaml's markets; None if a price is unknown."""
-    fixed = trainer.prices.on(trainer.market)
-    node = rollout.prices.on(rollout.market) if rollout is not None else 0.0
+    """Return the machines' prices on these markets, by default run.yaml's; None if a price is unknown."""
+    fixed = trainer.prices.on(markets[0] if markets else trainer.market)
+    node = rollout.prices.on(markets[1] if markets else rollout.market) if rollout is not None else 0.0
     return None if fixed is None or node is None else HourlyPrices(fixed + controller_usd_per_h, node)
 
 

@@ -12,6 +12,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds import CloudMissing
 from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import PriceList
+from grpo_orch.orchestrator.plan.model import Prices
 from grpo_orch.orchestrator.plan.prices import (
     by_catalog,
     by_offers,
@@ -24,7 +25,6 @@ from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import Prices as Rehearsed
 from grpo_orch.policies.model.spec import Rehearsal, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import PRICES, price, spec_of
 
 LISTED = replace(

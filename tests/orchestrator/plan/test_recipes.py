@@ -11,7 +11,7 @@ from rich.console import Console
 
 from grpo_orch.checkpoint.records.metrics import StepTiming
 from grpo_orch.orchestrator.plan.gather import make_plan
-from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, to_json
+from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, Prices, to_json
 from grpo_orch.orchestrator.plan.prices import PriceBook
 from grpo_orch.orchestrator.plan.steps import Measured
 from grpo_orch.orchestrator.views.plan import render
@@ -19,7 +19,6 @@ from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.model.spec import Replicas, RunSpec
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.memory import GIB
-from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
 
 
