@@ -40,7 +40,7 @@ from grpo_orch.orchestrator.plan.model import (
 )
 from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
-from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_sync, time_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape
@@ -95,8 +95,8 @@ def make_plan(
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
     has_nodes = not generates_itself(spec)
     rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if has_nodes else None
-    syncs = plan_syncs(spec, model, measured)
-    timing = time_step(spec, model, trainer, rollout, syncs)
+    sync = plan_sync(spec, model, measured)
+    timing = time_step(spec, model, trainer, rollout, sync)
     shape = timing.shape if timing is not None else None
     if measured is not None and measured.shape is not None:
         shape = measured.shape
@@ -109,20 +109,18 @@ def make_plan(
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.controller_usd_per_h)
-    lost = plan_lost(spec, step, money)
     usd_per_step, usd_per_million_tokens = step_costs(step, money)
-    planned = PlannedRun(spec, model, trainer, rollout, syncs, step, lost, money)
-    return Plan(
+    plan = Plan(
         name=spec.name,
         cloud=spec.cloud,
         storage=spec.storage,
         model=_model(spec, model),
         trainer=trainer,
         rollout=rollout,
-        syncs=syncs,
+        sync=sync,
         step=step,
         nodes=nodes,
-        lost=lost,
+        lost=plan_lost(spec, step, money),
         checkpoints=plan_checkpoints(spec, model, step, store),
         steps=steps,
         hours=hours,
@@ -134,10 +132,11 @@ def make_plan(
         disks_usd_per_h=disks_usd_per_h(spec, count if has_nodes else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
-        warnings=find_pitfalls(planned),
+        warnings=(),
         unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
+    return replace(plan, warnings=find_pitfalls(PlannedRun(spec, model, plan)))
 
 
 def _model(spec: RunSpec, model: KnownModel) -> ModelPlan:
@@ -378,7 +377,7 @@ def plan_kinds(
     if model.shape is None or grpo(spec, "use_cpu"):
         return ()
     found = []
-    for gpu in sorted(kinds.all.values(), key=lambda gpu: (gpu.memory_mib, gpu.name)):
+    for gpu in sorted(kinds.values(), key=lambda gpu: (gpu.memory_mib, gpu.name)):
         for_trainer = needed_gpus(spec, Role.TRAINER) if fits(spec, model, Role.TRAINER, gpu) else None
         fits_rollout = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
         for_rollout = needed_gpus(spec, Role.ROLLOUT) if fits_rollout else None

@@ -23,7 +23,7 @@ from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory
 from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
 from grpo_orch.policies.sizing.trainer import trainer_memory
-from grpo_orch.policies.sizing.training import training_of
+from grpo_orch.policies.sizing.training import batches_per_generation, training_of
 from grpo_orch.policies.weights.adapters import QUANTISED_WORDS
 from grpo_orch.policies.weights.disks import ModelSize
 
@@ -52,15 +52,6 @@ def prompt_tokens(spec: RunSpec) -> int:
     return max(1, min(PROMPT_TOKENS, context - completion_tokens(spec)))
 
 
-def window(spec: RunSpec) -> tuple[int, int]:
-    """Return the number of completions per generation, and of batches that a process makes of its share."""
-    batch = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec)
-    if explicit := spec.grpo.get("generation_batch_size"):
-        return int(explicit), int(explicit) // batch
-    batches = int(spec.grpo.get("steps_per_generation") or grpo(spec, "gradient_accumulation_steps"))
-    return batch * batches, batches
-
-
 def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
     """Return the work of an optimizer step. `mean_tokens` of a completion; None assumes the maximum length."""
     accumulated = int(grpo(spec, "gradient_accumulation_steps"))
@@ -82,9 +73,8 @@ def passes_of(spec: RunSpec) -> Passes:
     correction is on, or if several steps use a window (`_generate_and_score_completions`).
     """
     uses_vllm = not generates_itself(spec)
-    is_window_split = int(grpo(spec, "gradient_accumulation_steps")) % (
-        window(spec)[1] * int(grpo(spec, "num_iterations"))
-    )
+    micro_batches = batches_per_generation(spec) * int(grpo(spec, "num_iterations"))
+    is_window_split = int(grpo(spec, "gradient_accumulation_steps")) % micro_batches
     return Passes(
         all_weights=spec.trainer.peft is None,
         recomputed=bool(grpo(spec, "gradient_checkpointing")),
@@ -119,19 +109,20 @@ def find_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
     """Look up the model in its folder, in the hub's cache, and on the hub."""
     try:
         size = find_size(spec)
+        known = KnownModel(size.params, size.stored_bytes, size.config)
     except SizeUnknown as error:
-        config = find_config(spec)
-        if not config:
+        if not (config := find_config(spec)):
             return KnownModel(unknown=f"{spec.trainer.model}: its size is unknown ({error})")
-        return _from_config(spec, config)
-    if problem := _memory_problem(spec, size.config):
-        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
+        known = KnownModel(config=config)
+    if problem := _memory_problem(spec, known.config):
+        return replace(known, unknown=problem)
     try:
-        shape = with_all_params(shape_of(size.config), size.params)
+        shape = shape_of(known.config)
     except UnknownShape as error:
-        problem = f"{spec.trainer.model}: its memory is unknown: {error}"
-        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
-    return KnownModel(size.params, size.stored_bytes, size.config, shape)
+        return replace(known, unknown=f"{spec.trainer.model}: its memory is unknown: {error}")
+    if known.params is None:  # most models store two bytes per weight
+        return KnownModel(shape.params, 2 * shape.params, known.config, shape)
+    return replace(known, shape=with_all_params(shape, known.params))
 
 
 def _memory_problem(spec: RunSpec, config: Mapping[str, Any]) -> str:
@@ -143,17 +134,6 @@ def _memory_problem(spec: RunSpec, config: Mapping[str, Any]) -> str:
     if config.get("quantization_config") or any(word in str(settings) for word in QUANTISED_WORDS):
         return f"{problem}: it is quantised, and the bytes per weight are then not planned"
     return ""
-
-
-def _from_config(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
-    """Return a model known only by its config.json; assume that it stores two bytes per weight, as most do."""
-    if problem := _memory_problem(spec, config):
-        return KnownModel(config=config, unknown=problem)
-    try:
-        shape = shape_of(config)
-    except UnknownShape as error:
-        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is unknown: {error}")
-    return KnownModel(shape.params, 2 * shape.params, config, shape)
 
 
 def cached_lookup(find_size: FindSize) -> FindSize:
@@ -217,20 +197,13 @@ def _deepspeed_file(spec: RunSpec) -> str | None:
 PLANNED_SHARE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """GPUs by name: those in our table, and others whose memory a catalog lists."""
-
-    all: Mapping[str, Gpu]
-
-    def named(self, name: str) -> Gpu | None:
-        return gpu_named(name) or self.all.get(name)
+Kinds = Mapping[str, Gpu]  # by name
 
 
 def kinds_with(memory_mib: Mapping[str, float]) -> Kinds:
     """Return the table's kinds and a catalog's, of which only the memory is known, in MiB by name."""
     others = {name: Gpu(name, round(mib), 0.0, 0.0) for name, mib in memory_mib.items() if gpu_named(name) is None}
-    return Kinds({gpu.name: gpu for gpu in GPUS} | others)
+    return {gpu.name: gpu for gpu in GPUS} | others
 
 
 def named_kinds(resources: Mapping[str, Any]) -> list[str]:
@@ -289,7 +262,7 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     """Return the plan of a role's machines. If run.yaml names no GPU, use the smallest that fits."""
     section = spec.trainer if role is Role.TRAINER else spec.rollout
     named = named_kinds(section.resources)
-    gpu = kinds.named(named[0]) if named else smallest(spec, model, role)
+    gpu = gpu_named(named[0]) or kinds.get(named[0]) if named else smallest(spec, model, role)
     least, most = (1, 1) if role is Role.TRAINER else (spec.rollout.replicas.min, spec.rollout.replicas.max)
     parts: dict[str, Any] = {}
     if role is Role.TRAINER and (trainer := trainer_memory_of(spec, model)) is not None:

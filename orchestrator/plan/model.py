@@ -81,10 +81,9 @@ class MachinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """A form of sending new weights. `seconds` by the link's Gbit/s."""
+    """How new weights are sent. `seconds` by the link's Gbit/s."""
 
-    form: Literal["all weights", "delta", "adapter"]
-    used: bool
+    form: Literal["delta", "adapter"]
     size_bytes: float
     share: float  # of the bytes of all weights
     seconds: dict[int, float]
@@ -238,7 +237,7 @@ class Plan:
     model: ModelPlan
     trainer: MachinePlan
     rollout: MachinePlan | None
-    syncs: tuple[SyncPlan, ...]
+    sync: SyncPlan | None
     step: StepPlan | None
     nodes: NodesPlan | None
     lost: LostPlan | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 
@@ -105,45 +105,25 @@ class Timing:
         return StepShape(self.train_s + self.sync_s + self.alone_s, self.shared_node_s)
 
 
-def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> tuple[SyncPlan, ...]:
-    """Return the forms of sending weights; `used` marks this run's. Empty if no weights are sent."""
+def plan_sync(spec: RunSpec, model: KnownModel, measured: Measured | None) -> SyncPlan | None:
+    """Return how weights are sent: an adapter alone, or a delta of all. None if none are sent, or if unknown."""
     if generates_itself(spec) or model.params is None:
-        return ()
+        return None
     width = WIDTH[served_types(spec.rollout.vllm, model.config).to or "BF16"]
-    whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
+    whole, links = float(width * model.params), speed.LINKS_GBIT_PER_S
     adapter = _adapter_bytes(spec, model)
-    sends_adapter = (
-        spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None
-    )
-    share = speed.delta_share(rate)
-    sent = None if measured is None or sends_adapter else measured.sent_share
-    share = share if sent is None else sent
-    links = speed.LINKS_GBIT_PER_S
-    forms = [
-        SyncPlan(
-            form="all weights",
-            used=False,
-            size_bytes=whole,
-            share=1.0,
-            seconds={link: speed.full_transfer_s(whole, link) for link in links},
-        ),
-        SyncPlan(
-            form="delta",
-            used=not sends_adapter,
-            size_bytes=share * whole,
-            share=share,
-            seconds={link: speed.delta_transfer_s(whole, share, link) for link in links},
-            source="estimated" if sent is None else "measured",
-        ),
-    ]
-    if adapter is not None:
+    if spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None:
         seconds = {link: speed.full_transfer_s(adapter, link) for link in links}
-        forms.append(
-            SyncPlan(
-                form="adapter", used=sends_adapter, size_bytes=adapter, share=adapter / whole, seconds=seconds
-            )
-        )
-    return tuple(forms)
+        return SyncPlan(form="adapter", size_bytes=adapter, share=adapter / whole, seconds=seconds)
+    sent = None if measured is None else measured.sent_share
+    share = speed.delta_share(float(grpo(spec, "learning_rate"))) if sent is None else sent
+    return SyncPlan(
+        form="delta",
+        size_bytes=share * whole,
+        share=share,
+        seconds={link: speed.delta_transfer_s(whole, share, link) for link in links},
+        source="estimated" if sent is None else "measured",
+    )
 
 
 def _adapter_bytes(spec: RunSpec, model: KnownModel) -> float | None:
@@ -159,7 +139,7 @@ def time_step(
     model: KnownModel,
     trainer: MachinePlan,
     rollout: MachinePlan | None,
-    syncs: tuple[SyncPlan, ...],
+    sync: SyncPlan | None,
 ) -> Timing | None:
     """Estimate a step; None if the model's shape or the speed of its GPUs is unknown."""
     gpu = gpu_named(trainer.gpu)
@@ -176,54 +156,46 @@ def time_step(
     if (engine := _engine(spec, model, rollout)) is None:
         return None
     engines = max(1, rollout.gpus // engine_gpus(spec.rollout.vllm))
-    used = next((sync for sync in syncs if sync.used), None)
-    sync_s = used.seconds[USUAL_LINK] if used else 0.0
+    sync_s = sync.seconds[USUAL_LINK] if sync is not None else 0.0
     shared = speed.shared_by_nodes(engine, work, engines)
     return Timing(train_s, sync_s, *shared, overlaps=spec.rollout.max_staleness > 0)
 
 
 def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engine:
     """Return a trainer process as an engine that generates with transformers, with the weights as loaded."""
-    gpu, training = gpu_named(trainer.gpu), training_of(spec, shape, 0)
+    training = training_of(spec, shape, 0)
+    return replace(
+        _engine_on(trainer, shape, training.weight_bytes, training.compute_bytes),
+        token_floor_s=shape.layers * speed.EAGER_LAYER_S,
+    )
+
+
+def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Engine | None:
+    shape, work = model.shape, work_of(spec)
+    if gpu_named(rollout.gpu) is None or shape is None:
+        return None
+    serving = engine_of(spec, shape, model.config)
+    held = None
+    if rollout.cache_tokens is not None:
+        held = int(rollout.cache_tokens // (work.prompt_tokens + work.completion_tokens))
+    engine = _engine_on(rollout, shape, serving.weight_bytes, serving.cache_bytes)
+    return replace(engine, gpus=engine_gpus(spec.rollout.vllm), sequences_max=held)
+
+
+def _engine_on(machine: MachinePlan, shape: Shape, weight_bytes: int, cache_bytes: int) -> speed.Engine:
+    """Return an engine on one of the machine's GPUs, with these bytes per element of weights and cache."""
+    gpu, experts = gpu_named(machine.gpu), shape.experts
     assert gpu is not None  # checked by the caller
     return speed.Engine(
         gpus=1,
         bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
         tflops=gpu.tflops,
-        weights_bytes=shape.text_params * training.weight_bytes,
-        kv_bytes=shape.layers * shape.cached * training.compute_bytes,
+        weights_bytes=shape.text_params * weight_bytes,
+        kv_bytes=shape.layers * shape.cached * cache_bytes,
         params=active_params(shape),
-        token_floor_s=shape.layers * speed.EAGER_LAYER_S,
-        experts_bytes=shape.routed_params * training.weight_bytes,
-        experts_share=_chosen_share(shape),
+        experts_bytes=shape.routed_params * weight_bytes,
+        experts_share=1.0 if experts is None else min(1.0, experts.chosen / max(1, experts.count)),
     )
-
-
-def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Engine | None:
-    gpu, shape = gpu_named(rollout.gpu), model.shape
-    if gpu is None or shape is None:
-        return None
-    serving = engine_of(spec, shape, model.config)
-    work = work_of(spec)
-    held = None
-    if rollout.cache_tokens is not None:
-        held = int(rollout.cache_tokens // (work.prompt_tokens + work.completion_tokens))
-    return speed.Engine(
-        gpus=engine_gpus(spec.rollout.vllm),
-        bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
-        tflops=gpu.tflops,
-        weights_bytes=shape.text_params * serving.weight_bytes,
-        kv_bytes=shape.layers * shape.cached * serving.cache_bytes,
-        params=active_params(shape),
-        sequences_max=held,
-        experts_bytes=shape.routed_params * serving.weight_bytes,
-        experts_share=_chosen_share(shape),
-    )
-
-
-def _chosen_share(shape: Shape) -> float:
-    """Return the share of experts that process a token."""
-    return 1.0 if shape.experts is None else min(1.0, shape.experts.chosen / max(1, shape.experts.count))
 
 
 def hourly_prices(

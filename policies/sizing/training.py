@@ -112,7 +112,6 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
     is_float32 = spec.trainer.peft is not None or sharding.startswith("zero")
     trained_bytes = FLOAT32 if is_float32 else stored_bytes
     sequences = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH)
-    batches = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
     return Training(
         processes=processes_of(spec),
         sharding=sharding,
@@ -129,9 +128,18 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         sequences=sequences,
         prompt_tokens=prompt_tokens,
         completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
-        generation_sequences=sequences * batches if generates_itself(spec) else 0,
+        generation_sequences=sequences * batches_per_generation(spec) if generates_itself(spec) else 0,
         accumulates=int(grpo.get("gradient_accumulation_steps") or 1) > 1,
     )
+
+
+def batches_per_generation(spec: RunSpec) -> int:
+    """Return the batches that a process makes of its share of a generation (TRL 1.16, `__post_init__`)."""
+    grpo = spec.grpo
+    if explicit := grpo.get("generation_batch_size"):
+        batch = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH) * processes_of(spec)
+        return int(explicit) // batch
+    return int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
 
 
 def divides_weights(spec: RunSpec) -> bool:

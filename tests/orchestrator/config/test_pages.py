@@ -49,7 +49,7 @@ def test_the_arithmetic_of_a_recipe_is_its_plans(recipe: str) -> None:
     plan, steps = plan_of(spec), spec.grpo["max_steps"]
     assert plan.trainer is not None
     assert plan.step is not None
-    sent = next((one for one in plan.syncs if one.used), None)
+    sent = plan.sync
     named = {
         "trainer, GiB": sum(plan.trainer.memory.values()) / GIB,
         "of that, weights": plan.trainer.memory["weights"] / GIB,

@@ -36,9 +36,9 @@ def test_32b_with_an_adapter_on_one_h200() -> None:
     assert (plan.trainer.gpu, plan.trainer.fits) == ("H200", True)
     assert gib(plan.trainer, "weights") == gib(plan.rollout, "weights") == pytest.approx(61.0, abs=0.1)
     assert gib(plan.trainer, "adapter") == pytest.approx(2.0, abs=0.05)
-    used = next(one for one in plan.syncs if one.used)
-    assert (used.form, used.size_bytes) == ("adapter", 536_870_912 * 2)
-    assert used.seconds[10] < 5 < plan.syncs[1].seconds[10] < 20 < 110 < plan.syncs[0].seconds[10]
+    assert plan.sync is not None
+    assert (plan.sync.form, plan.sync.size_bytes) == ("adapter", 536_870_912 * 2)
+    assert plan.sync.seconds[10] < 5
     fitting = {one.gpu: (one.trainer_gpus, one.rollout_gpus) for one in plan.kinds}
     assert fitting["H200"] == fitting["B200"] == (1, 1)
     assert not {"L4", "A10G", "L40S"} & fitting.keys()
@@ -136,7 +136,8 @@ def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
     fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
     assert fitting["A100-80GB"] == fitting["H100"] == 1
     assert all(fitting.get(name) is None for name in ("L4", "A10G", "RTX4090"))
-    assert next(one for one in plan.syncs if one.used).form == "delta"
+    assert plan.sync is not None
+    assert plan.sync.form == "delta"
     assert not any(one.cost is not None and one.cost.usd_per_h for one in plan.money)
 
 
@@ -155,7 +156,7 @@ def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
     fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
     assert fitting["RTX3090"] == fitting["RTX4090"] == 1
     assert gib(plan.trainer, "optimizer") < 0.6 * gib(plan.trainer, "weights")
-    assert (plan.rollout, plan.syncs, plan.nodes) == (None, (), None)
+    assert (plan.rollout, plan.sync, plan.nodes) == (None, None, None)
     assert plan.step is not None
     assert plan.step.generate_s == pytest.approx(256 * 16 * 0.001, rel=0.1)  # each layer of each token is started
 
@@ -187,10 +188,11 @@ def test_measured_log_replaces_estimates() -> None:
     assert [step_s for _, step_s, _ in plan.nodes.steps] == [120.0, 70.0]
     assert plan.nodes.exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
     # The adapter travels: what was measured of deltas is no word on it.
-    assert all(one.source == "estimated" for one in plan.syncs)
+    assert plan.sync is not None
+    assert plan.sync.source == "estimated"
     plain = plan_of(spec_of("math-two-gpus"), replace(log, timing=None, shape=None))
-    delta = next(one for one in plain.syncs if one.used)
-    assert (delta.share, delta.source) == (0.02, "measured")
+    assert plain.sync is not None
+    assert (plain.sync.share, plain.sync.source) == (0.02, "measured")
     assert plain.step is not None
     assert plain.step.generate_s is not None
     assert 0 < plain.step.generate_s < 70
@@ -237,7 +239,8 @@ def test_unavailable_machine_is_one_line_and_rest_is_planned() -> None:
     strange = make_plan(spec, lambda one: replace(size_of(one), config={"model_type": "mamba"}), PriceBook())
     assert strange.model.params == 32_763_876_352
     assert any("mamba" in line for line in strange.unknown)
-    assert next(one for one in strange.syncs if one.form == "all weights").size_bytes == 2 * 32_763_876_352
+    assert strange.sync is not None
+    assert strange.sync.size_bytes == strange.sync.share * 2 * 32_763_876_352
     endless = replace(spec, grpo={name: value for name, value in spec.grpo.items() if name != "max_steps"})
     plan = plan_of(endless)
     assert plan.hours is None

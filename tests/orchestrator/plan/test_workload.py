@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.orchestrator.plan.machines import passes_of, prompt_tokens, window, work_of
+from grpo_orch.orchestrator.plan.machines import passes_of, prompt_tokens, work_of
 from grpo_orch.policies.model.spec import Replicas, RunSpec
+from grpo_orch.policies.sizing.training import batches_per_generation
 from tests.orchestrator.plan.recipes import spec_of
 
 
@@ -17,20 +18,18 @@ def run(**grpo: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    ("grpo", "of_window", "generated", "trained", "prompts"),
+    ("grpo", "batches", "generated", "trained", "prompts"),
     [
-        ({}, (8, 1), 8, 8, 1),
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, (32, 8), 32, 32, 4),
-        ({"gradient_accumulation_steps": 2, "num_iterations": 4}, (16, 2), 4, 16, 0.5),
-        ({"generation_batch_size": 64, "num_generations": 16}, (64, 8), 8, 8, 0.5),
-        ({"steps_per_generation": 4}, (32, 4), 8, 8, 1),
+        ({}, 1, 8, 8, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, 8, 32, 32, 4),
+        ({"gradient_accumulation_steps": 2, "num_iterations": 4}, 2, 4, 16, 0.5),
+        ({"generation_batch_size": 64, "num_generations": 16}, 8, 8, 8, 0.5),
+        ({"steps_per_generation": 4}, 4, 8, 8, 1),
     ],
 )
-def test_a_step(
-    grpo: dict[str, Any], of_window: tuple[int, int], generated: float, trained: float, prompts: float
-) -> None:
+def test_a_step(grpo: dict[str, Any], batches: int, generated: float, trained: float, prompts: float) -> None:
     work = work_of(run(**grpo))
-    assert window(run(**grpo)) == of_window
+    assert batches_per_generation(run(**grpo)) == batches
     assert (work.generated, work.trained, work.prompts) == (generated, trained, prompts)
 
 
