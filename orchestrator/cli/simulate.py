@@ -150,7 +150,7 @@ def _prices(spec: RunSpec) -> Prices:
     default = Prices()
     if spec.rehearse is None:
         return default
-    trainer, rollout = spec.rehearse.trainer_prices, spec.rehearse.rollout_prices
+    trainer, rollout = spec.rehearse.prices.trainer, spec.rehearse.prices.rollout
     return Prices(
         trainer.on_demand_usd_per_h or default.trainer_usd_per_h,
         rollout.on_demand_usd_per_h or default.node_usd_per_h,

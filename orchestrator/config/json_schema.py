@@ -29,8 +29,6 @@ from grpo_orch.orchestrator.config.rules import RUN_NAME
 from grpo_orch.orchestrator.config.shorthand import (
     ENVIRONMENTS,
     NODE,
-    PRICED_ROLES,
-    REHEARSAL_KEYS,
     STORAGE_KEYS,
     TARGETS,
     TEXT_FOR_LIST,
@@ -45,11 +43,12 @@ from grpo_orch.orchestrator.config.structure import (
     kind_of,
     section_of,
 )
-from grpo_orch.policies.model.spec import ALTERNATIVES, Prices, Rehearsed, RunSpec
+from grpo_orch.policies.model.spec import ALTERNATIVES, RunSpec
 
 Schema = dict[str, Any]
 
 TITLE = "run.yaml of grpo-orch"
+FAULTS: KeyPath = ("rehearse", "faults")
 _NULL: Schema = {"type": "null"}
 _TYPES = {
     "int": "integer",
@@ -110,7 +109,7 @@ class _Form:
 
     def _field(self, hint: Any, path: KeyPath) -> Schema:
         """Return the schema of the value at the path, without null as a default."""
-        special = {("name",): self._name, OPTIONS[:1]: self._storage, ("rehearse",): self._rehearsal}
+        special = {("name",): self._name, OPTIONS[:1]: self._storage}
         if path in special:
             return special[path]()
         if path in TABLES:
@@ -123,6 +122,8 @@ class _Form:
         if section is None:
             schema = {**self._of_kind(kind_of(hint)), **_bounds(path)}
             return _any_of(schema, {"type": "string"}) if path in TEXT_FOR_LIST else schema
+        if path == FAULTS:
+            return {"type": "array", "items": self._fault(section)}
         schema = self._section(section, path)
         if path not in VALUE_FOR_SECTION:
             return schema
@@ -144,25 +145,14 @@ class _Form:
     def _scalars(self) -> Schema:
         return {"type": "object", "additionalProperties": self._removable(_SCALAR)}
 
-    def _rehearsal(self) -> Schema:
-        faults, prices = REHEARSAL_KEYS
-        roles = {role: _or_null(self._section(Prices, ("rehearse", f"{role}_prices"))) for role in PRICED_ROLES}
-        return self._mapping(
-            {
-                faults: {"type": ["array", "null"], "items": _Form(is_patch=False)._fault()},
-                prices: _or_null(self._mapping(roles)),
-            }
-        )
-
-    def _fault(self) -> Schema:
-        fault = self._section(Rehearsed, ())
-        properties = fault["properties"]
-        del properties["fault"], properties["target"]
+    def _fault(self, cls: type) -> Schema:
+        """Return the schema of a fault; a patch replaces whole lists."""
+        fault = _Form(is_patch=False)._section(cls, FAULTS)
         for kind, targets in TARGETS.items():
             fixed = {"enum": [target for target in targets if target != "rollout-N"]}
-            properties[kind] = _any_of(fixed, {"type": "string", "pattern": NODE.pattern})
-        fault["required"] = ["at_step"]
-        fault["oneOf"] = [{"required": [kind]} for kind in TARGETS]
+            target = _any_of(fixed, {"type": "string", "pattern": NODE.pattern}, _NULL)
+            fault["properties"][kind] = {**target, "description": fault["properties"][kind].get("description", "")}
+        fault["oneOf"] = [{"required": [kind], "properties": {kind: {"type": "string"}}} for kind in TARGETS]
         return fault
 
     def _foreign(self, table: Table, path: KeyPath) -> Schema:

@@ -43,12 +43,11 @@ from grpo_orch.orchestrator.config.shorthand import (
     Storage,
     expand,
     expand_deadline,
-    expand_rehearsal,
     expand_storage,
 )
 from grpo_orch.orchestrator.config.structure import check_structure
 from grpo_orch.orchestrator.config.user_code import check_shadows
-from grpo_orch.policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
+from grpo_orch.policies.model.spec import ALTERNATIVES, RunSpec, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
 
@@ -125,7 +124,6 @@ def _check(document: Document, workdir: Path, now_s: float, findings: Findings) 
     """Add problems to `findings` and return the valid part of the document in RunSpec's shape."""
     expand_storage(document, workdir, findings)
     expand(document, workdir, findings)
-    expand_rehearsal(document.data, _replicas_max(document.data), findings)
     expand_deadline(document.data, now_s, findings)
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign_keys(data, findings)
@@ -155,16 +153,6 @@ def _section(data: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
     for key in path:
         section = section.get(key) or {}
     return cast("dict[str, Any]", section)
-
-
-def _replicas_max(data: dict[str, Any]) -> int | None:
-    """Return the maximum number of rollout nodes; None if the file's value is invalid."""
-    rollout = data.get("rollout")
-    replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
-    if replicas is None:
-        return Replicas().max
-    maximum = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
-    return maximum if isinstance(maximum, int) and maximum >= 0 else None
 
 
 # Disks of `cloud: sky`. Without a disk_size, the run requests what its model needs, and a notice reports it.

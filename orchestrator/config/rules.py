@@ -26,6 +26,7 @@ from grpo_orch.orchestrator.config.effective import (
 from grpo_orch.orchestrator.config.model_size import config_in, json_in
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
 from grpo_orch.orchestrator.config.rewards import is_model
+from grpo_orch.orchestrator.config.shorthand import TARGETS, target_problem
 from grpo_orch.orchestrator.config.user_code import function_problem
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
@@ -556,7 +557,32 @@ def _check_precision(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "fp16"), "TRL accepts fp16 or bf16, not both; remove one")
 
 
-def _check_rehearsed_faults(run: EffectiveRun, findings: Findings) -> None:
+def _check_rehearsal(run: EffectiveRun, findings: Findings) -> None:
+    """Report a rehearsal on a cloud, and faults without one valid target."""
+    if run.at("rehearse") is not None and run.at("cloud") == "sky":
+        message = "faults can be rehearsed only on the local cloud; set cloud: local or remove this section"
+        findings.add(("rehearse",), message)
+    replicas_max = run.at("rollout", "replicas", "max")
+    for index, fault in enumerate(run.at("rehearse", "faults") or ()):
+        path: KeyPath = ("rehearse", "faults", index)
+        kinds = [kind for kind in TARGETS if kind in fault]
+        if findings.is_reported(path) or findings.is_reported_within(path):
+            continue
+        if len(kinds) != 1:
+            findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault")
+            continue
+        (kind,) = kinds
+        if problem := target_problem(kind, fault[kind], 1 if replicas_max is None else replicas_max):
+            findings.add((*path, kind), problem)
+        elif "notice_s" in fault and kind != "preempt":
+            findings.add(
+                (*path, "notice_s"), "a notice precedes only a preemption; remove this key, or use preempt"
+            )
+        elif "for_s" in fault and kind != "no_capacity" and fault[kind] != "daemon":
+            findings.add((*path, "for_s"), "applies only to no_capacity and kill: daemon; remove this key")
+
+
+def _check_rehearsed_times(run: EffectiveRun, findings: Findings) -> None:
     steps = run.grpo("max_steps")
     for index, fault in enumerate(run.at("rehearse", "faults") or ()):
         path: KeyPath = ("rehearse", "faults", index)
@@ -596,7 +622,8 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     check_agent,
     check_vespo,
     check_processes,
-    _check_rehearsed_faults,
+    _check_rehearsal,
+    _check_rehearsed_times,
 )
 
 

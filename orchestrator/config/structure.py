@@ -198,7 +198,7 @@ def _check_section(section: type, hint: Any, value: Any, path: KeyPath, findings
             _check_section(section, section, item, (*path, index), findings) for index, item in enumerate(value)
         ]
         return [item or {} for item in items]  # keeps each item's index for later reports
-    if isinstance(value, dict):
+    if isinstance(value, dict) and get_origin(hint) is not tuple:
         return check_structure(section, value, path, findings)
     findings.add(path, f"expected {_expected(str(path[-1]), hint)}, got {format_value(value)}")
     return None
@@ -232,4 +232,5 @@ def _expected(name: str, hint: Any) -> str:
     if section is None:
         return EXPECTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
     keys = ", ".join(field.name for field in dataclasses.fields(section))
-    return f"{_SHORTHANDS.get(name, '')}a mapping with the keys {keys}"
+    form = "a list of mappings" if get_origin(hint) is tuple else f"{_SHORTHANDS.get(name, '')}a mapping"
+    return f"{form} with the keys {keys}"

@@ -64,7 +64,7 @@ def by_rehearsal(spec: RunSpec) -> PriceBook:
     """Return the `rehearse` prices of a run on this machine; without them it costs nothing."""
     if spec.rehearse is None:
         return PriceBook(source="prices: none, because the run is on this machine")
-    roles = {Role.TRAINER: spec.rehearse.trainer_prices, Role.ROLLOUT: spec.rehearse.rollout_prices}
+    roles = {Role.TRAINER: spec.rehearse.prices.trainer, Role.ROLLOUT: spec.rehearse.prices.rollout}
     by_role = {role: Prices(prices.on_demand_usd_per_h, prices.spot_usd_per_h) for role, prices in roles.items()}
     return PriceBook(by_role, source="prices: those of `rehearse` in run.yaml")
 

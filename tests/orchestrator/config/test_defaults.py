@@ -19,6 +19,7 @@ from grpo_orch.policies.model.spec import (
     Prices,
     Rehearsal,
     Rehearsed,
+    RehearsedPrices,
     Replicas,
     RollbackBudget,
     RunSpec,
@@ -53,13 +54,15 @@ def test_the_whole_file(folder: Path) -> None:
     assert spec.policies.kl == KlPolicy(limit=0.5)
     assert spec.rehearse == Rehearsal(
         faults=(
-            Rehearsed(fault="kill", at_step=5, target="rollout-0"),
-            Rehearsed(fault="preempt", at_step=9, target="rollout-1", notice_s=5.0),
-            Rehearsed(fault="kill", at_step=12, target="daemon", for_s=3.0),
-            Rehearsed(fault="no_capacity", at_step=14, target="rollouts", for_s=10.0),
+            Rehearsed(at_step=5, kill="rollout-0"),
+            Rehearsed(at_step=9, preempt="rollout-1", notice_s=5.0),
+            Rehearsed(at_step=12, kill="daemon", for_s=3.0),
+            Rehearsed(at_step=14, no_capacity="rollouts", for_s=10.0),
         ),
-        trainer_prices=Prices(on_demand_usd_per_h=4.1),
-        rollout_prices=Prices(on_demand_usd_per_h=1.2, spot_usd_per_h=0.4),
+        prices=RehearsedPrices(
+            trainer=Prices(on_demand_usd_per_h=4.1),
+            rollout=Prices(on_demand_usd_per_h=1.2, spot_usd_per_h=0.4),
+        ),
     )
 
 

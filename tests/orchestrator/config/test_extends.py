@@ -48,7 +48,7 @@ def test_mappings_merge_null_takes_away_and_the_rest_is_replaced() -> None:
     assert base.rehearse is not None
     assert spec.rehearse is not None
     assert [fault.at_step for fault in spec.rehearse.faults] == [7]
-    assert spec.rehearse.trainer_prices == base.rehearse.trainer_prices
+    assert spec.rehearse.prices == base.rehearse.prices
     assert (spec.rollout.replicas.min, spec.rollout.replicas.max, spec.rollout.env) == (1, 3, {})
     assert spec.rollout.vllm == base.rollout.vllm
 

@@ -23,7 +23,7 @@ from grpo_orch.orchestrator.plan.prices import (
 )
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import Prices as Rehearsed
-from grpo_orch.policies.model.spec import Rehearsal, RunSpec
+from grpo_orch.policies.model.spec import Rehearsal, RehearsedPrices, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role
 from tests.orchestrator.plan.recipes import PRICES, price, spec_of
 
@@ -118,7 +118,7 @@ def test_offers_are_on_the_market_they_are_listed_for() -> None:
 
 
 def test_a_rehearsals_prices() -> None:
-    priced = Rehearsal(rollout_prices=Rehearsed(on_demand_usd_per_h=3.5, spot_usd_per_h=1.2))
+    priced = Rehearsal(prices=RehearsedPrices(rollout=Rehearsed(on_demand_usd_per_h=3.5, spot_usd_per_h=1.2)))
     spec = replace(spec_of("math-two-gpus"), rehearse=priced)
     assert by_rehearsal(spec).of(Role.ROLLOUT) == Prices(3.5, 1.2)
     assert by_rehearsal(spec_of("math-two-gpus")).of(Role.ROLLOUT) == Prices()
