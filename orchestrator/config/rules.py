@@ -575,9 +575,7 @@ def _check_rehearsal(run: EffectiveRun, findings: Findings) -> None:
         if problem := target_problem(kind, fault[kind], 1 if replicas_max is None else replicas_max):
             findings.add((*path, kind), problem)
         elif "notice_s" in fault and kind != "preempt":
-            findings.add(
-                (*path, "notice_s"), "a notice precedes only a preemption; remove this key, or use preempt"
-            )
+            findings.add((*path, "notice_s"), "a notice precedes only a preemption; remove this key")
         elif "for_s" in fault and kind != "no_capacity" and fault[kind] != "daemon":
             findings.add((*path, "for_s"), "applies only to no_capacity and kill: daemon; remove this key")
 

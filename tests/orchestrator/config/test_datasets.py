@@ -10,7 +10,7 @@ import pytest
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.policies.model.datasets import read_template
 from grpo_orch.policies.model.spec import Dataset, datasets_of
-from tests.generators.config_world import PROMPTS, changed, furnish
+from tests.generators.config_world import PROMPTS, changed, furnish, problem
 
 
 @pytest.fixture
@@ -62,3 +62,18 @@ def test_a_template_is_filled_as_by_python() -> None:
     ):
         assert read_template(text).fill(row) == text.format(**row)
     assert read_template("{n}: {question} {n}").columns == ("n", "question")
+
+
+@pytest.mark.parametrize("content", [b"[1]\n", b"{not json\n", b"\xff\xfe\x00", b"{}\n"])
+def test_unreadable_rows_are_left_to_the_trainer(folder: Path, content: bytes) -> None:
+    (folder / "prompts.jsonl").write_bytes(content)
+    found = problem(folder)
+    assert found == "" or found.startswith("trainer.dataset: ")
+
+
+@pytest.mark.parametrize("line", [b'{"prompt": "a}', b'{"prompt": "\xfcber"}'])
+def test_invalid_json_line_is_named(folder: Path, line: bytes) -> None:
+    (folder / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1"}\n' + b'{"prompt": "1"}\n' * 99 + line)
+    found = problem(folder)
+    assert found.startswith("trainer.dataset: prompts.jsonl, line 101: ")
+    assert found.endswith("; expected a JSON object in UTF-8 in every line")

@@ -2,6 +2,7 @@
 
 A line that is not indented begins a case: its name, or its first change. `!` is a problem, `~` a notice of a file
 that can be run. Changes are `OLD => NEW`, or `SECTION + LINE` for one more line in a section; `⏎` is a line's end.
+`FILE << N LINE` adds a line to another file, N times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import pytest
 
 from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
 from grpo_orch.policies.model.gpus import DriverFailed
-from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish, schema_problems
+from tests.generators.config_world import (
+    FUNCTIONS,
+    NO_REHEARSAL,
+    PROMPTS,
+    SKY,
+    VALID,
+    changed,
+    furnish,
+    schema_problems,
+)
 
 NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC
 ADDED = {
@@ -31,6 +41,7 @@ class Case(NamedTuple):
     changes: list[tuple[str, str]]
     said: list[str]
     gpus: int = 0  # of this machine
+    files: dict[str, str] = {}  # noqa: RUF012  # a tuple's default
 
 
 def cases() -> Iterator[Case]:
@@ -43,11 +54,21 @@ def cases() -> Iterator[Case]:
         lines = [line.replace("⏎", "\n").replace("∅", "") for line in (first, *more)]
         said = [line for line in lines if line.startswith(("! ", "~ "))]
         gpus = sum(int(line.removeprefix("gpus ")) for line in lines if line.startswith("gpus "))
-        yield Case(f"{family}: {first}", [change for line in lines for change in changes_of(line)], said, gpus)
+        changes = [change for line in lines for change in changes_of(line)]
+        yield Case(f"{family}: {first}", changes, said, gpus, files_of(lines))
+
+
+def files_of(lines: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, is_file, text in (line.partition(" << ") for line in lines):
+        if is_file:
+            count, _, line = text.partition(" ") if text.split(" ")[0].isdigit() else ("1", "", text)
+            found[name] = found.get(name, "") + int(count) * f"{line}\n"
+    return found
 
 
 def changes_of(line: str) -> list[tuple[str, str]]:
-    if line.startswith(("! ", "~ ")):
+    if line.startswith(("! ", "~ ")) or " << " in line:
         return []
     if line in ("sky", "no rehearsal"):
         return [NO_REHEARSAL, *([SKY] if line == "sky" else [])]
@@ -65,6 +86,9 @@ def test_each_change_is_reported_with_line_and_key(
     furnish(tmp_path)
     (tmp_path / "prompts.py").write_text(PROMPTS)
     (tmp_path / "math.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+    for name, content in case.files.items():
+        (tmp_path / name).write_text(content)
     (tmp_path / "run.yaml").write_text(changed(*case.changes))
     monkeypatch.chdir(tmp_path)
     try:
