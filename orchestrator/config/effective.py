@@ -115,11 +115,7 @@ def check_eval_batch_size(run: EffectiveRun, findings: Findings) -> None:
 
 def check_save_steps(run: EffectiveRun, findings: Findings) -> None:
     steps = run.at("grpo", "save_steps")
-    if steps is None:
-        return
-    if steps != int(steps):
-        findings.add(("grpo", "save_steps"), f"expected a whole number of steps, got {steps:g}")
-    elif steps % run.window:
+    if steps is not None and steps % run.window:
         findings.add(
             ("grpo", "save_steps"),
             f"{steps:g} is not a multiple of {run.window}, the optimizer steps that share one generation; "
@@ -204,8 +200,16 @@ MAXIMUM: dict[KeyPath, float] = {
 }
 
 
+# TRL also accepts shares of the run.
+WHOLE_STEPS: tuple[KeyPath, ...] = (("grpo", "save_steps"), ("grpo", "logging_steps"))
+
+
 def check_bounds(run: EffectiveRun, findings: Findings) -> None:
-    """Report each number that is out of bounds."""
+    """Report each number that is out of bounds, and numbers of steps that are not whole."""
+    for path in WHOLE_STEPS:
+        value = _value(run, path)
+        if value is not None and value != int(value):
+            findings.add(path, f"expected a whole number of steps, got {value:g}")
     for path, (minimum, is_exclusive) in MINIMUM.items():
         value = _value(run, path)
         if value is not None and (value <= minimum if is_exclusive else value < minimum):

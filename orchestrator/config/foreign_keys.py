@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath, unknown_key
 from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
-from grpo_orch.policies.model.spec import ALTERNATIVES
+from grpo_orch.policies.model.spec import ALTERNATIVES, alternatives_of
 from grpo_orch.policies.weights import disks
 
 _GATEWAY = "completions come from the gateway"
@@ -137,6 +137,12 @@ class Table:
 @cache
 def grpo_table() -> Table:
     return _table("grpo_keys.json", "trl", "a key of GRPOConfig (TRL {})", REFUSED_GRPO, REMOVED_GRPO)
+
+
+def grpo_value(grpo: Mapping[str, Any], key: str) -> Any:
+    """Return a GRPOConfig key of a run's `grpo`, else TRL's default."""
+    value = grpo.get(key)
+    return grpo_table().default(key) if value is None else value
 
 
 @cache
@@ -297,9 +303,8 @@ def named_clouds(resources: Mapping[str, Any]) -> set[str]:
 
 def _infra_parts(resources: Mapping[str, Any]) -> list[list[str]]:
     """Return cloud, region and zone of the resources and each alternative, as far as they are set."""
-    nested = [entry for key in ALTERNATIVES for entry in resources.get(key) or ()]
     infras = [
-        entry.get("infra") or "/".join(str(entry.get(key) or "*") for key in ("cloud", "region"))
-        for entry in (resources, *nested)
+        machine.get("infra") or "/".join(str(machine.get(key) or "*") for key in ("cloud", "region"))
+        for machine in alternatives_of(resources)
     ]
     return [[part.strip() for part in str(infra).split("/")] for infra in infras]

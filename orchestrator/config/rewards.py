@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.config.user_code import FUNCTION, function_problem
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 PASSED_OF_AGENT = ("messages", "agent_reward")
 
-MARKER_DECORATORS = ("form", "readable_by")  # of `tasks.rewards.graders`
+MARKER_DECORATORS = ("form", "readable_by")  # of `tasks.rewards.graders`; they only add attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +106,17 @@ def is_model(reward: str) -> bool:
 
 def _keeps_parameters(decorator: ast.expr) -> bool:
     """Return whether the decorated function has the parameters of the function below the decorator."""
-    return _is_in_workers(decorator) or _is_marker(decorator)
+    return _is_in_workers(decorator) or _decorator_name(decorator) in MARKER_DECORATORS
 
 
 def _is_in_workers(decorator: ast.expr) -> bool:
     """Return whether it is `grpo_orch.rewards.in_workers`, under any import name."""
-    called = ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
-    return called.rpartition(".")[2] == "in_workers"
+    return isinstance(decorator, ast.Call) and _decorator_name(decorator) == "in_workers"
 
 
-def _is_marker(decorator: ast.expr) -> bool:
-    """Return whether the decorator only adds attributes to the function."""
+def _decorator_name(decorator: ast.expr) -> str:
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(called).rpartition(".")[2] in MARKER_DECORATORS
+    return ast.unparse(called).rpartition(".")[2]
 
 
 def _signature_problem(call: Call, node: ast.stmt, name: str) -> str:

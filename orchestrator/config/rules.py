@@ -504,12 +504,6 @@ def _check_streaming(run: EffectiveRun, findings: Findings) -> None:
             findings.add((*path, "streaming"), f"{message}; set grpo.max_steps")
 
 
-def _check_logging_steps(run: EffectiveRun, findings: Findings) -> None:
-    steps = run.at("grpo", "logging_steps")
-    if steps is not None and steps != int(steps):
-        findings.add(("grpo", "logging_steps"), f"expected a whole number of steps, got {steps:g}")
-
-
 def _check_evaluation(run: EffectiveRun, findings: Findings) -> None:
     has_data = run.at("trainer", "eval_dataset") is not None
     strategy = run.at("grpo", "eval_strategy")
@@ -607,7 +601,6 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _check_spool,
     _check_shipped_paths,
     _check_streaming,
-    _check_logging_steps,
     _check_evaluation,
     check_eval_batch_size,
     _check_reward_weights,

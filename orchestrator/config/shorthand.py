@@ -63,25 +63,25 @@ def expand(document: Document, workdir: Path, findings: Findings) -> None:
     """Expand the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
     data = document.data
     for path in TEXT_FOR_LIST:
-        section = _section(data, path[:-1])
+        section = section_at(data, path[:-1])
         if isinstance(section.get(path[-1]), str):
             section[path[-1]] = [section[path[-1]]]
     for path in VALUE_FOR_SECTION:
-        section = _section(data, path[:-1])
+        section = section_at(data, path[:-1])
         if path[-1] in section:
             section[path[-1]] = _in_full(section[path[-1]], path)
     for path in ENVIRONMENTS:
-        _expand_env(_section(data, path), path, document.texts)
-    replicas = _section(data, ("rollout", "replicas"))
+        _expand_env(section_at(data, path), path, document.texts)
+    replicas = section_at(data, ("rollout", "replicas"))
     if replicas.get("min") is not None and replicas.get("max") is None:
         replicas["max"] = replicas["min"]
-    trainer = _section(data, ("trainer",))
+    trainer = section_at(data, ("trainer",))
     setup = trainer.get("setup")
     is_sky = data.get("cloud") == "sky"
     _expand_trainer(trainer, _Context(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
 
 
-def _section(data: Any, path: KeyPath) -> dict[Any, Any]:
+def section_at(data: Any, path: KeyPath) -> dict[Any, Any]:
     """Return the mapping at the path; an empty one if the file does not have it."""
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_orch.orchestrator.config.problems import LISTED_MAX, Findings, KeyPath, did_you_mean, unknown_key
@@ -81,26 +81,25 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
+_PYTHON_TYPES: Mapping[str, Any] = {
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "str": str,
+    "None": types.NoneType,
+    "list": list,
+    "dict": dict,
+}
+
+
 def _fits(value: Any, kind_name: str) -> bool:
-    match kind_name:
-        case "int":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "bool":
-            return isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "None":
-            return value is None
-        case "list":
-            return isinstance(value, list)
-        case "dict":
-            return isinstance(value, dict)
-        case "dict[str]":
-            return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    item_type = kind_name.removeprefix("list[").removesuffix("]")
-    return isinstance(value, list) and all(_fits(item, item_type) for item in value)
+    if kind_name == "dict[str]":
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    if kind_name.startswith("list["):
+        item_type = kind_name.removeprefix("list[").removesuffix("]")
+        return isinstance(value, list) and all(_fits(item, item_type) for item in value)
+    # In Python true and false are integers.
+    return isinstance(value, _PYTHON_TYPES[kind_name]) and (kind_name == "bool") == isinstance(value, bool)
 
 
 def _describe_value(value: Any, allowed: Sequence[str]) -> str:

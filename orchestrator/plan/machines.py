@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_orch.orchestrator.config.foreign_keys import grpo_table
+from grpo_orch.orchestrator.config.foreign_keys import grpo_value
 from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, json_in
 from grpo_orch.orchestrator.plan.model import MachinePlan, Prices
 from grpo_orch.policies.fleet.market import market_of
@@ -34,8 +34,7 @@ PROMPT_TOKENS = 512
 
 def grpo(spec: RunSpec, key: str) -> Any:
     """Return a GRPOConfig key from run.yaml, else TRL's default."""
-    value = spec.grpo.get(key)
-    return grpo_table().default(key) if value is None else value
+    return grpo_value(spec.grpo, key)
 
 
 def completion_tokens(spec: RunSpec) -> int:

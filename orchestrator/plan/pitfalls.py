@@ -13,6 +13,7 @@ from grpo_orch.orchestrator.plan.machines import (
     PLANNED_SHARE,
     KnownModel,
     completion_tokens,
+    fits,
     grpo,
     has_room,
     prompt_tokens,
@@ -282,7 +283,7 @@ MACHINE_GPUS = 8  # of the largest machines that clouds rent
 
 def remedy_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> str:
     """Return the smallest change with which training fits these GPUs, else the larger alternatives."""
-    fitting = [text for text, lighter in _lighter(spec) if _fits(lighter, model, gpu)]
+    fitting = [text for text, lighter in _lighter(spec) if fits(lighter, model, Role.TRAINER, gpu)]
     if fitting:
         return f"it would fit with {fitting[0]}"
     options = ["a larger GPU"]
@@ -325,8 +326,3 @@ def _more_gpus(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         more = replace(spec.trainer, accelerate={**accelerate, "num_processes": count})
         yield f"{count} GPUs that shard the weights", replace(spec, trainer=more)
         count *= 2
-
-
-def _fits(spec: RunSpec, model: KnownModel, gpu: Gpu) -> bool:
-    memory = trainer_memory_of(spec, model)
-    return memory is not None and has_room(memory.gpu.total_bytes, gpu)

@@ -104,7 +104,7 @@ class Held:
         head_gradient: of an untied head.
         embedding_gradient: of the embedding, which is computed last.
         updating: additional in the optimizer's step, by part.
-        casts_once: whether cast weights are kept until the forward pass ends.
+        keeps_casts: whether cast weights are kept until the forward pass ends.
     """
 
     stay: dict[str, int]
@@ -112,14 +112,7 @@ class Held:
     head_gradient: int
     embedding_gradient: int
     updating: dict[str, int]
-    casts_once: bool
-
-    def before_embedding(self, accumulates: bool) -> int:
-        """Return the bytes of gradients before the embedding's."""
-        return self.gradients if accumulates else self.gradients - self.embedding_gradient
-
-    def casts(self, all_bytes: int) -> int:
-        return all_bytes if self.casts_once else 0
+    keeps_casts: bool
 
 
 def held_by(shape: Shape, training: Training) -> Held:
@@ -154,7 +147,7 @@ def held_by(shape: Shape, training: Training) -> Held:
         embedding_gradient=int(head * share),
         # DeepSpeed's flat float32 copy of its part of the gradients.
         updating={"gradients copied": updated * (2 + FLOAT32) if is_zero and not is_offloaded else 0},
-        casts_once=training.is_mixed and lora is None,
+        keeps_casts=training.is_mixed and lora is None,
     )
 
 

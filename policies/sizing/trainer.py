@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_orch.policies.sizing.memory import CUDA_BYTES, Memory, TrainerMemory, held_by, host_memory, memory_of
-from grpo_orch.policies.sizing.shapes import Linear, Shape
+from grpo_orch.policies.sizing.shapes import Shape
 from grpo_orch.policies.sizing.training import FLOAT32, Training, adapted, generating
 
 
@@ -25,11 +25,11 @@ def moments(shape: Shape, training: Training) -> Iterator[Memory]:
     accumulated = gradients if training.accumulates else 0
     last = shape.layers * (layer.input if training.checkpointing else layer.input + layer.saved)
     kept = last + 2 * layer.input  # with the outputs of the last layer and of its norm
-    casts = held.casts(layer.casts * shape.layers) if training.checkpointing else 0
+    casts = layer.casts * shape.layers if training.checkpointing and held.keeps_casts else 0
     backward = layer.saved + layer.backward if training.checkpointing else layer.backward
     forward = layer.forward if training.checkpointing else 0
-    mask = _bool_mask(training)
-    before = held.before_embedding(training.accumulates)
+    mask = 0 if training.attention == "flash" else training.sequences * training.length**2  # of booleans
+    before = gradients if training.accumulates else gradients - held.embedding_gradient
     yield memory_of(
         {
             **stay,
@@ -65,11 +65,6 @@ def moments(shape: Shape, training: Training) -> Iterator[Memory]:
     yield memory_of({**stay, "gradients": gradients, **held.updating}, "optimizer's step")
     if training.generation_sequences:
         yield memory_of({**stay, **generating(shape, training)}, "generation")
-
-
-def _bool_mask(training: Training) -> int:
-    length = training.prompt_tokens + training.completion_tokens
-    return 0 if training.attention == "flash" else training.sequences * length * length
 
 
 # Activations of one layer, and of the head, between forward and backward pass.
@@ -229,7 +224,7 @@ def _inputs(shape: Shape, training: Training) -> int:
 
 def _readers(shape: Shape) -> int:
     """Return how many linear layers read the hidden state."""
-    layers: tuple[Linear, ...] = (*shape.attention, *shape.mlp)
+    layers = (*shape.attention, *shape.mlp)
     return sum(layer.inputs == shape.hidden and layer.name not in ("o_proj", "down_proj") for layer in layers)
 
 
@@ -240,6 +235,5 @@ def _mask(shape: Shape, training: Training) -> int:
     """
     if training.attention == "flash":
         return 0
-    length = training.prompt_tokens + training.completion_tokens
     scores = 2 * shape.heads if training.attention == "eager" else 0
-    return training.sequences * length * length * training.compute_bytes * (1 + scores)
+    return training.sequences * training.length**2 * training.compute_bytes * (1 + scores)

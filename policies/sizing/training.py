@@ -82,9 +82,14 @@ class Training:
     accumulates: bool = False
 
     @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
     def tokens(self) -> int:
         """Tokens of one pass, prompts and padding included."""
-        return self.sequences * (self.prompt_tokens + self.completion_tokens)
+        return self.sequences * self.length
 
     @property
     def is_mixed(self) -> bool:
@@ -263,8 +268,8 @@ def generating(shape: Shape, training: Training) -> dict[str, int]:
     A cache grows by a copy: for a moment one layer's exists twice, and repeated for each head (transformers 5.19,
     `DynamicLayer.update`, `repeat_kv`). Under autocast all weights are cast once, and kept to the end.
     """
-    length, count = training.prompt_tokens + training.completion_tokens, training.generation_sequences
-    element_bytes = count * length * training.compute_bytes
+    count = training.generation_sequences
+    element_bytes = count * training.length * training.compute_bytes
     casts = (shape.text_params - shape.embedding_params) * training.compute_bytes
     copies = shape.cached + 2 * shape.heads * shape.head_dim
     return {

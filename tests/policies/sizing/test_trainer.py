@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.spec import AgentSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.sizing.engine import Engine, engine_memory
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.sizing.trainer import moments, trainer_memory
-from grpo_orch.policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
+from grpo_orch.policies.sizing.training import (
+    Lora,
+    Training,
+    adapter_params,
+    lora_of,
+    own_generation_obstacle,
+    trained_params,
+    training_of,
+)
 from tests.generators import model_configs as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)
@@ -215,6 +223,11 @@ def test_without_rollout_nodes_a_whole_window_is_made_at_once() -> None:
     grpo = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     assert training_of(spec_with(grpo, alone), SHAPE, 100).generation_sequences == 16
     assert training_of(spec_with(grpo), SHAPE, 100).generation_sequences == 0
+
+
+def test_agents_keep_the_trainer_from_generating() -> None:
+    assert "agents" in own_generation_obstacle(spec_with({}, agent=AgentSpec(run="my_agent.solve")))
+    assert own_generation_obstacle(spec_with({})) == ""
 
 
 @pytest.mark.parametrize(
