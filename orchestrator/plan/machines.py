@@ -19,10 +19,9 @@ from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
-from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory
+from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory, trainer_memory
 from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
-from grpo_orch.policies.sizing.trainer import trainer_memory
 from grpo_orch.policies.sizing.training import batches_per_generation, training_of
 from grpo_orch.policies.weights.adapters import QUANTISED_WORDS
 from grpo_orch.policies.weights.disks import ModelSize

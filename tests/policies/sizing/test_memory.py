@@ -9,8 +9,8 @@ import pytest
 
 from grpo_orch.policies.model.spec import AgentSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.sizing.engine import Engine, engine_memory
+from grpo_orch.policies.sizing.memory import moments, trainer_memory
 from grpo_orch.policies.sizing.shapes import shape_of
-from grpo_orch.policies.sizing.trainer import moments, trainer_memory
 from grpo_orch.policies.sizing.training import (
     Lora,
     Training,
