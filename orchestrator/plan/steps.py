@@ -85,7 +85,6 @@ def measure(store: Store) -> Measured | None:
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is estimated with the slowest link
 SHOWN_NODES = 8
-Parts = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,36 +226,24 @@ def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> 
 
 def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured | None) -> StepPlan | None:
     """Return a step with `nodes` rollout nodes, from the run's log or the estimate; None without either."""
-    if measured is not None:
-        return _measured_step(spec, timing, nodes, measured)
-    if timing is None:
-        return None
-    generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-    step_s = timing.shape.seconds(max(1, nodes))
-    return _step_plan(spec, (generate_s, timing.train_s, timing.sync_s), step_s, nodes, None)
-
-
-def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured) -> StepPlan:
-    """Return the measured step. If generation was not logged, split the step as in the estimate."""
-    if measured.timing is not None:
-        found = measured.timing
-        parts: Parts = (found.generate_s, found.train_s, found.sync_s)
-    elif timing is not None:
+    generate_s = train_s = sync_s = sequential_s = overlapped_s = None
+    step_s = 0.0
+    if timing is not None:
         generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-        generate_s *= measured.step_s / timing.shape.seconds(max(1, nodes))
-        parts = (generate_s, max(0.0, measured.step_s - generate_s), None)
-    else:
-        parts = (None, None, None)
-    return _step_plan(spec, parts, measured.step_s, nodes, measured)
-
-
-def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured: Measured | None) -> StepPlan:
-    """Return a step; `parts` are the seconds of generation, training, and sending weights."""
-    work = work_of(spec, None if measured is None else measured.completion_tokens)
-    generate_s, train_s, sync_s = parts
-    sequential_s = overlapped_s = None
+        train_s, sync_s, step_s = timing.train_s, timing.sync_s, timing.shape.seconds(max(1, nodes))
+    if measured is not None:
+        if measured.timing is not None:
+            generate_s, train_s = measured.timing.generate_s, measured.timing.train_s
+            sync_s = measured.timing.sync_s
+        elif generate_s is not None:  # generation was not logged: split the step as in the estimate
+            generate_s *= measured.step_s / step_s
+            train_s, sync_s = max(0.0, measured.step_s - generate_s), None
+        step_s = measured.step_s
+    elif timing is None:
+        return None
     if may_overlap(spec) and generate_s is not None and train_s is not None and sync_s is not None:
         sequential_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
+    work = work_of(spec, None if measured is None else measured.completion_tokens)
     return StepPlan(
         completions=work.generated,
         prompt_tokens=work.prompt_tokens,

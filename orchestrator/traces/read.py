@@ -59,12 +59,14 @@ class Trace:
 
     Attributes:
         points: the metrics by step.
+        run: its name or number if the file holds several runs.
         save_steps: steps between checkpoints; None if the file does not record it.
         counts_records: no step was logged, and points are numbered by their records.
         columns: the metrics' names by the file's columns.
     """
 
     points: tuple[Point, ...]
+    run: str = ""
     save_steps: int | None = None
     counts_records: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -74,15 +76,7 @@ class Trace:
         return any(name in point.values for point in self.points)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTrace:
-    """A trace and its name: the file, followed by `#` and the run if the file holds several runs."""
-
-    name: str
-    trace: Trace
-
-
-def read_traces(path: Path) -> list[NamedTrace]:
+def read_traces(path: Path) -> list[Trace]:
     """Read the metrics of each run in the file, the folder, or `-` for standard input; at least one run.
 
     Raises NotATrace.
@@ -97,10 +91,7 @@ def read_traces(path: Path) -> list[NamedTrace]:
     except Unreadable as error:
         raise NotATrace(f"{path}: {error}") from None
     counts_records, columns = _counts_records(log), _columns(log)
-    return [
-        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, counts_records, columns))
-        for name, points in found
-    ]
+    return [Trace(points, run, log.save_steps, counts_records, columns) for run, points in found]
 
 
 def _columns(log: Log) -> dict[str, str]:

@@ -32,8 +32,8 @@ def trace(text: str, name: str = "file") -> Trace:
         path = Path(folder) / name
         path.write_text(text)
         (one,) = read_traces(path)
-        assert one.name == str(path)
-        return one.trace
+        assert one.run == ""
+        return one
 
 
 def test_values_and_steps_come_through_as_logged() -> None:
@@ -146,11 +146,11 @@ def read_anything(data: bytes, name: str = "file") -> None:
         except NotATrace as error:
             refused = str(error)
         else:
-            assert len({one.name for one in found}) == len(found) > 0
+            assert len({one.run for one in found}) == len(found) > 0
             for one in found:
-                steps = [point.step for point in one.trace.points]
+                steps = [point.step for point in one.points]
                 assert steps == sorted(set(steps))
-                values = [value for point in one.trace.points for value in point.values.values()]
+                values = [value for point in one.points for value in point.values.values()]
                 assert all(value is None or math.isfinite(value) for value in values)
             return
         assert refused.startswith(f"{path}: ")
@@ -193,7 +193,7 @@ def test_compressed_file_is_read_and_a_cut_one_refused(tmp_path: Path) -> None:
     whole, half = tmp_path / "log.jsonl.gz", tmp_path / "half.gz"
     whole.write_bytes(packed)
     half.write_bytes(packed[: len(packed) // 2])
-    assert [len(one.trace.points) for one in read_traces(whole)] == [300]
+    assert [len(one.points) for one in read_traces(whole)] == [300]
     with pytest.raises(NotATrace, match=r"half\.gz: as gzip: Compressed file ended"):
         read_traces(half)
 
@@ -203,13 +203,13 @@ def test_a_log_with_windows_line_ends_and_encodings(encoding: str, tmp_path: Pat
     log = tmp_path / "train.log"
     log.write_bytes("".join(f"{{'loss': 0.1, 'kl': 0.{at}}} ▁█\r\n" for at in range(1, 6)).encode(encoding))
     (one,) = read_traces(log)
-    assert [point.values["kl"] for point in one.trace.points] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert [point.values["kl"] for point in one.points] == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
 def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json_lines(run(diverges=False)).encode())))
     (one,) = read_traces(Path("-"))
-    assert (one.name, len(one.trace.points)) == ("-", 300)
+    assert (one.run, len(one.points)) == ("", 300)
 
 
 def test_of_a_folder_the_newest_state_is_read(tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_of_a_folder_the_newest_state_is_read(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-20" / "trainer_state.json").write_text(state(rows[:20]))
     (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(state(rows[:100], save_steps=20))
     (one,) = read_traces(tmp_path)
-    assert (one.name, one.trace.points[-1].step, one.trace.save_steps) == (str(tmp_path), 100, 20)
+    assert (one.points[-1].step, one.save_steps) == (100, 20)
     (tmp_path / "trainer_state.json").write_text(state(rows))
-    assert read_traces(tmp_path)[0].trace.points[-1].step == 300
+    assert read_traces(tmp_path)[0].points[-1].step == 300
     (tmp_path / "trainer_state.json").write_text(state(rows[:50]))  # of a run that then went on
-    assert read_traces(tmp_path)[0].trace.points[-1].step == 100
+    assert read_traces(tmp_path)[0].points[-1].step == 100
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_of_a_folder_without_a_state_its_log_is_read(name: str, tmp_path: Path) 
     (tmp_path / "files").mkdir()
     (tmp_path / name).write_text(json_lines(run(diverges=False)))
     (one,) = read_traces(tmp_path)
-    assert (one.name, len(one.trace.points)) == (str(tmp_path), 300)
+    assert len(one.points) == 300
 
 
 def test_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
