@@ -19,7 +19,7 @@ from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
-from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory, trainer_memory
+from grpo_orch.policies.sizing.memory import EngineMemory, Memory, host_memory, trainer_memory
 from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
 from grpo_orch.policies.sizing.training import batches_per_generation, training_of
@@ -231,7 +231,7 @@ def supports_dtype(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
     return str(spec.rollout.vllm.get("dtype", "auto")).lower() in ("half", "float16", "float", "float32")
 
 
-def trainer_memory_of(spec: RunSpec, model: KnownModel) -> TrainerMemory | None:
+def trainer_memory_of(spec: RunSpec, model: KnownModel) -> Memory | None:
     """Return the memory of training; None if the model's shape or the sharding of its weights is unknown."""
     if model.shape is None or unread_deepspeed(spec):
         return None
@@ -251,7 +251,7 @@ def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
         return False
     if role is Role.TRAINER:
         trainer = trainer_memory_of(spec, model)
-        return None if trainer is None else has_room(trainer.gpu.total_bytes, gpu)
+        return None if trainer is None else has_room(trainer.total_bytes, gpu)
     engine = engine_memory_of(spec, model, gpu)
     return None if engine is None else engine.sequences >= 1 and engine.gpu.total_bytes <= gpu.memory_bytes
 
@@ -264,7 +264,9 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     least, most = (1, 1) if role is Role.TRAINER else (spec.rollout.replicas.min, spec.rollout.replicas.max)
     parts: dict[str, Any] = {}
     if role is Role.TRAINER and (trainer := trainer_memory_of(spec, model)) is not None:
-        parts = {"memory": dict(trainer.gpu.parts), "moment": trainer.gpu.moment, "host": dict(trainer.host.parts)}
+        assert model.shape is not None
+        host = host_memory(model.shape, training_of(spec, model.shape, prompt_tokens(spec)))
+        parts = {"memory": dict(trainer.parts), "moment": trainer.moment, "host": dict(host.parts)}
     if role is Role.ROLLOUT and gpu is not None and (engine := engine_memory_of(spec, model, gpu)) is not None:
         parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment}
         parts |= {"cache_tokens": engine.tokens, "sequences": engine.sequences}

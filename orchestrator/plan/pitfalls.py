@@ -92,8 +92,8 @@ def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[PlanWarning]:
     if gpu is None or not run.plan.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
         return
     without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
-    if without is not None and not has_room(without.gpu.total_bytes, gpu):
-        needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
+    if without is not None and not has_room(without.total_bytes, gpu):
+        needed = f"{without.total_bytes / GIB:.0f} GiB"
         yield PlanWarning(
             "grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU"
         )

@@ -122,7 +122,7 @@ def _profile_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
     tokens, sequences = engine.batch_tokens or tokens, engine.batch_sequences or sequences
     inner = shape.mlp_width
     if shape.experts is not None:
-        inner = max(inner, shape.experts.chosen * shape.experts.width + shape.experts.shared_width)
+        inner = max(inner, shape.experts.chosen * shape.experts.width)
     layer = tokens * (3 * inner // engine.gpus + 4 * shape.hidden) * engine.weight_bytes
     return max(layer, min(tokens, sequences) * shape.vocab * SAMPLING_BYTES)
 

@@ -43,19 +43,6 @@ def memory_of(parts: Mapping[str, int], moment: str = "") -> Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerMemory:
-    """The memory of training.
-
-    Attributes:
-        gpu: of each GPU, at the moment of its maximum in a step.
-        host: of the machine, all its processes together.
-    """
-
-    gpu: Memory
-    host: Memory
-
-
-@dataclass(frozen=True, slots=True)
 class EngineMemory:
     """The memory of a vLLM engine.
 
@@ -213,11 +200,10 @@ def _sent(training: Training, gradients: int) -> int:
 # The memory of training at each moment of a step.
 
 
-def trainer_memory(shape: Shape, training: Training) -> TrainerMemory:
-    """Return the memory of each GPU at its maximum in a step, and that of the host."""
+def trainer_memory(shape: Shape, training: Training) -> Memory:
+    """Return the memory of each GPU at its maximum in a step."""
     highest = max(moments(shape, training), key=lambda memory: memory.total_bytes)
-    gpu = memory_of({**highest.parts, "CUDA": CUDA_BYTES}, highest.moment)
-    return TrainerMemory(gpu=gpu, host=host_memory(shape, training))
+    return memory_of({**highest.parts, "CUDA": CUDA_BYTES}, highest.moment)
 
 
 def moments(shape: Shape, training: Training) -> Iterator[Memory]:
@@ -370,13 +356,8 @@ def _width(shape: Shape) -> int:
     """Return the inner width of a token's MLP, all its experts included."""
     if shape.experts is None:
         return shape.mlp_width
-    return max(
-        shape.experts.chosen * shape.experts.width + shape.experts.shared_width, shape.mlp_width * _dense(shape)
-    )
-
-
-def _dense(shape: Shape) -> bool:
-    return shape.experts is None or shape.experts.layers < shape.layers
+    is_dense_too = shape.experts.layers < shape.layers
+    return max(shape.experts.chosen * shape.experts.width, shape.mlp_width * is_dense_too)
 
 
 def _linear_params(shape: Shape) -> int:

@@ -25,15 +25,12 @@ class Linear:
 class Experts:
     """The mixture of experts of a layer.
 
-    An expert has three matrices of hidden x width; all are stored in two tensors. Shared experts process every
-    token, like one expert of `shared_width`.
+    An expert has three matrices of hidden x width; all are stored in two tensors.
     """
 
     count: int
     chosen: int  # experts for each token
     width: int
-    shared_width: int = 0
-    shared_gate: bool = False  # a weight for each element of the hidden state
     layers: int  # that have experts, of all layers
 
 
@@ -93,9 +90,7 @@ class Shape:
         """Parameters of one layer's experts, the router included."""
         if self.experts is None:
             return 0
-        experts, router = self.experts, self.experts.count * self.hidden
-        routed, shared = experts.count * 3 * self.hidden * experts.width, 3 * self.hidden * experts.shared_width
-        return routed + router + shared + experts.shared_gate * self.hidden
+        return self.experts.count * self.hidden * (3 * self.experts.width + 1)
 
     @property
     def routed_params(self) -> int:
@@ -162,7 +157,6 @@ class Family:
     norms: int = 2
     fused: bool = False
     experts: bool = False
-    shared_gate: bool = False
     windows: bool = False
     full_every: int = 0
 
@@ -188,7 +182,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl_text": Family(qkv_bias=True),
     "qwen2_5_vl": Family(qkv_bias=True),
     "qwen2_5_vl_text": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True, experts=True, shared_gate=True),
     "qwen3": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
     "qwen3_vl_text": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
     "qwen3_moe": Family(reads_bias=True, head_norms=True, experts=True),
@@ -308,8 +301,6 @@ def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
         count=read.count("num_experts", "num_local_experts"),
         chosen=read.count("num_experts_per_tok"),
         width=read.count("moe_intermediate_size", "intermediate_size"),
-        shared_width=read.count("shared_expert_intermediate_size", default=0),
-        shared_gate=family.shared_gate,
         layers=sum(
             number not in dense and sparse_step > 0 and (number + 1) % sparse_step == 0 for number in range(layers)
         ),

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.policies.model.spec import AgentSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.sizing.engine import Engine, engine_memory
-from grpo_orch.policies.sizing.memory import moments, trainer_memory
+from grpo_orch.policies.sizing.memory import host_memory, moments, trainer_memory
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.sizing.training import (
     Lora,
@@ -82,15 +82,15 @@ def test_data_parallel_processes_copy_the_gradients() -> None:
 
 def test_offloaded_states_are_in_the_machines_memory() -> None:
     away = Training(sharding="zero2", offloads_optimizer=True, **ZERO)
-    assert trainer_memory(SHAPE, away).host.parts["optimizer"] == 16 * SHAPE.params
-    assert "optimizer" not in trainer_memory(SHAPE, Training()).host.parts
+    assert host_memory(SHAPE, away).parts["optimizer"] == 16 * SHAPE.params
+    assert "optimizer" not in host_memory(SHAPE, Training()).parts
 
 
 def test_full_32b_fits_no_gpu_and_an_adapter_fits_one() -> None:
     whole = trainer_memory(LARGE, Training(accumulates=True))
     adapter = Training(lora=Lora(64, ALL), weight_bytes=2, stored_bytes=2, completion_tokens=512)
-    assert whole.gpu.total_bytes > 16 * LARGE.params > 520 * GB
-    assert trainer_memory(LARGE, adapter).gpu.total_bytes < 100 * GB
+    assert whole.total_bytes > 16 * LARGE.params > 520 * GB
+    assert trainer_memory(LARGE, adapter).total_bytes < 100 * GB
 
 
 def test_an_adapter_is_two_matrices_for_each_layer_that_it_is_on() -> None:
@@ -140,7 +140,7 @@ def test_four_times_longer_completion_keeps_logits_size() -> None:
 
 def test_checkpoints_keep_one_hidden_state_a_layer() -> None:
     few, all_ = (trainer_memory(SHAPE, Training(checkpointing=one, lora=Lora(8, ALL))) for one in (True, False))
-    assert 5 * few.gpu.parts["activations"] < all_.gpu.parts["activations"]
+    assert 5 * few.parts["activations"] < all_.parts["activations"]
 
 
 def test_the_trainer_that_generates_keeps_a_cache() -> None:
