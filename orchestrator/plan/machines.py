@@ -43,8 +43,7 @@ def completion_tokens(spec: RunSpec) -> int:
 
 def prompt_tokens(spec: RunSpec) -> int:
     """Return the assumed tokens of a prompt: PROMPT_TOKENS, or less if the engines' context is shorter."""
-    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    context = whole_number(flags.get("max-model-len"))
+    context = whole_number(spec.rollout.vllm.get("max-model-len"))
     if generates_itself(spec) or not context:
         return PROMPT_TOKENS
     return max(1, min(PROMPT_TOKENS, context - completion_tokens(spec)))

@@ -147,7 +147,7 @@ def engine_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
 
 def heads_not_divisible(run: PlannedRun) -> Iterator[PlanWarning]:
     """vLLM only starts if an engine's GPUs evenly divide the attention heads (0.32, `config/model.py`)."""
-    size = {name.replace("_", "-"): value for name, value in run.spec.rollout.vllm.items()}.get(TENSOR_PARALLEL)
+    size = run.spec.rollout.vllm.get(TENSOR_PARALLEL)
     rollout, shape = run.plan.rollout, run.model.shape
     if rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
         return

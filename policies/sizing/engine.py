@@ -59,7 +59,7 @@ class Engine:
 
 def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     """Return the settings of the run's engines. `config` is the model's config.json."""
-    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items() if value is not None}
+    flags = spec.rollout.vllm
     text = config.get("text_config") or {}
     longest = config.get("max_position_embeddings") or text.get("max_position_embeddings") or DEFAULT_LENGTH
     width = WIDTH[served_types(spec.rollout.vllm, config).to or "BF16"]
@@ -185,7 +185,6 @@ def context_problem(
         completion: `grpo.max_completion_length`.
         config: the model's config.json; empty if unknown.
     """
-    flags = {name.replace("_", "-"): value for name, value in flags.items()}
     positions, max_model_len = _positions(config), whole_number(flags.get(MAX_MODEL_LEN))
     if any(flags.get(name) for name in REPLACED_BY):
         positions = None

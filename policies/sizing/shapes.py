@@ -295,8 +295,7 @@ def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
     if not family.experts:
         return None
     sparse_step = read.count("decoder_sparse_step", default=1)
-    listed = read.config.get("mlp_only_layers")
-    dense = listed if isinstance(listed, list) else ()
+    dense = read.config.get("mlp_only_layers") or ()
     return Experts(
         count=read.count("num_experts", "num_local_experts"),
         chosen=read.count("num_experts_per_tok"),

@@ -185,7 +185,7 @@ def _matched(pattern: str, shape: Shape) -> frozenset[str]:
 
 def state_bytes(optimizer: str, trained_bytes: int) -> float:
     """Return the bytes of an optimizer's states for each trained parameter, given the parameter's own width."""
-    if "8bit" in optimizer or optimizer == "adamw_bnb_8bit":
+    if "8bit" in optimizer:
         return EIGHT_BIT / (2 if "lion" in optimizer or "rmsprop" in optimizer else 1)
     return float(IN_WEIGHTS_TYPE.get(optimizer, ADAM_STATES) * trained_bytes)
 

@@ -101,7 +101,7 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
     ),
     pitfalls.heads_not_divisible: of_32b(
         (
-            rollout(vllm={"tensor_parallel_size": 16}),
+            rollout(vllm={"tensor-parallel-size": 16}),
             "rollout.vllm.tensor-parallel-size",
             "40 attention heads are not divisible by 16; expected one of 1, 2, 4, 5, 8, 10",
         )

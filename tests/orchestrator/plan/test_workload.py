@@ -52,8 +52,8 @@ def test_eight_processes_make_eight_times_as_many() -> None:
 )
 def test_prompts_are_cut_to_the_engines_context(context: object, completion: int, tokens: int) -> None:
     spec = run(max_completion_length=completion)
-    assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max_model_len": context}))) == tokens
-    alone = RolloutSpec(replicas=Replicas(min=0, max=0), vllm={"max_model_len": context})
+    assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max-model-len": context}))) == tokens
+    alone = RolloutSpec(replicas=Replicas(min=0, max=0), vllm={"max-model-len": context})
     assert prompt_tokens(replace(spec, rollout=alone)) == 512
 
 

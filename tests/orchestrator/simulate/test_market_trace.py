@@ -38,15 +38,6 @@ def test_scarce_weather_is_as_public_traces_show() -> None:
     assert all(3 <= drops_a_day(zone) <= 11 for zone in found)
 
 
-def test_a_storm_takes_a_zone_at_once_and_prices_go_to_war() -> None:
-    storms = market("storms", 1, 4)
-    assert len(storms) == 3
-    assert {0, 4} == {count for zone in storms for count in zone.counts}
-    prices = [zone.price_at(at) for zone in market("price-war", 1, 4) for at in range(0, 7 * 86400, 300)]
-    assert min(prices) < 0.8
-    assert max(prices) > 2.0
-
-
 def test_on_demand_run_and_oracle_buy_what_the_run_may() -> None:
     """A trainer on spot costs the baseline what it costs on demand, and the oracle nothing while there is none."""
     run = spec(2)

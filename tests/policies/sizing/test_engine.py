@@ -62,7 +62,7 @@ def test_flags_as_run_yaml_has_them() -> None:
     got = of(
         {
             "tensor-parallel-size": 2,
-            "gpu_memory_utilization": 0.8,
+            "gpu-memory-utilization": 0.8,
             "max-model-len": 2048,
             "kv-cache-dtype": "fp8",
             "max-num-seqs": 64,
@@ -82,7 +82,7 @@ def test_flags_as_run_yaml_has_them() -> None:
         ({}, 2),
         ({"dtype": "float32"}, 4),
         ({"dtype": "float32", "kv-cache-dtype": "bfloat16"}, 2),
-        ({"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"}, 1),
+        ({"dtype": "float32", "kv-cache-dtype": "fp8_e5m2"}, 1),
         ({"kv-cache-dtype": "auto"}, 2),
     ],
 )
