@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.contest.compare import contenders, steer
+from benchmarks.contest.contenders import contenders, steer
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
