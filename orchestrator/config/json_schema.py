@@ -20,7 +20,6 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     RESOURCES,
     SKYPILOT_RESOURCES,
     TABLES,
-    VLLM,
     Table,
     resource_keys,
 )
@@ -157,18 +156,12 @@ class _Form:
 
     def _foreign(self, table: Table, path: KeyPath) -> Schema:
         """Return the schema of another project's keys, without those that a run sets."""
-        allowed = [key for key in table.keys if key not in table.refused]
-        keys: Schema = {}
-        for key in allowed:
-            schema = {**self._of_kind(table.kind(key)), **_bounds((*path, key))}
-            keys[key] = self._removable(schema)
-        section = self._mapping(keys, description=f"Each key is {table.vocabulary}.")
-        if path == VLLM:
-            negatable = [key for key in allowed if table.keys[key].get("negatable")]
-            spellings = {_spelling(key): keys[key] for key in allowed}
-            switches = {_spelling(f"no-{key}"): self._removable({"type": "boolean"}) for key in negatable}
-            section["patternProperties"] = spellings | switches
-        return section
+        keys = {
+            key: self._removable({**self._of_kind(table.kind(key)), **_bounds((*path, key))})
+            for key in table.keys
+            if key not in table.refused
+        }
+        return self._mapping(keys, description=f"Each key is {table.vocabulary}.")
 
     def _resources(self, *, nested: bool = False) -> Schema:
         kinds = resource_keys(nested=nested)
@@ -255,8 +248,3 @@ def _bounds(path: KeyPath) -> Schema:
     if path in MAXIMUM:
         bounds["maximum"] = MAXIMUM[path]
     return bounds
-
-
-def _spelling(flag: str) -> str:
-    """Return the pattern of the spellings that `normalize_vllm_flags` accepts for a flag."""
-    return f"^(--)?{re.escape(flag).replace(chr(92) + '-', '[-_]')}$"

@@ -23,7 +23,6 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     check_keys,
     check_resources,
     drop_false_switches,
-    normalize_vllm_flags,
 )
 from grpo_orch.orchestrator.config.model_size import SizeUnknown
 from grpo_orch.orchestrator.config.notices import find_notices
@@ -139,11 +138,9 @@ def _check(document: Document, workdir: Path, now_s: float, findings: Findings) 
 
 def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
     for path, table in TABLES.items():
-        section = section_at(data, path)
-        if path == VLLM and section:
-            section = normalize_vllm_flags(section, path, findings)
-            data["rollout"]["vllm"] = drop_false_switches(section)
-        check_keys(section, path, table(), findings)
+        check_keys(section_at(data, path), path, table(), findings)
+    if flags := section_at(data, VLLM):
+        data["rollout"]["vllm"] = drop_false_switches(flags)
     for path in RESOURCES:
         check_resources(section_at(data, path), path, findings)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from grpo_orch.policies.model.spec import (
     sharding_of,
 )
 from grpo_orch.policies.sizing.shapes import Linear, Shape
-from grpo_orch.policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK
 from grpo_orch.policies.weights.tensors import NAMED, WIDTH
 
 Attention = Literal["sdpa", "eager", "flash"]
@@ -157,30 +156,14 @@ def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
     if peft is None:
         return None
     modules = peft.get("target_modules")
-    all_layers = frozenset(layer.name for layer in (*shape.attention, *shape.mlp))
-    if isinstance(modules, str):
-        targets = all_layers if modules.lower() == ALL_LINEAR else _matched(modules, shape)
+    if isinstance(modules, str):  # `all-linear`, or a pattern, which is counted as matching all
+        targets = frozenset(layer.name for layer in (*shape.attention, *shape.mlp))
     elif modules is None:
         targets = frozenset(PEFT_TARGETS.get(shape.model_type, PEFT_USUAL))
     else:
         targets = frozenset(str(module).rpartition(".")[2] for module in modules)
     whole = frozenset(str(module).rpartition(".")[2] for module in peft.get("modules_to_save") or ())
     return Lora(int(peft.get("r") or DEFAULT_RANK), targets, whole)
-
-
-def _matched(pattern: str, shape: Shape) -> frozenset[str]:
-    """Return the layers whose full names match a pattern anywhere (PEFT 0.21, `match_target_against_key`)."""
-    blocks = (("self_attn", shape.attention), ("mlp", shape.mlp))
-    try:
-        return frozenset(
-            linear.name
-            for block, linears in blocks
-            for linear in linears
-            for number in range(shape.layers)
-            if re.fullmatch(pattern, f"model.layers.{number}.{block}.{linear.name}")
-        )
-    except re.error:  # PEFT refuses it
-        return frozenset()
 
 
 def state_bytes(optimizer: str, trained_bytes: int) -> float:

@@ -245,14 +245,3 @@ def test_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pyte
     told = r": more than 20 files and folders below it; expected trainer_state\.json, "
     with pytest.raises(NotATrace, match=told):
         read_traces(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"run": "a", "history": [{"step": 5, "kl": 0.1}, {"step": 6, "kl": 0.2}]},
-        {"step": [5, 6], "kl": [0.1, 0.2], "notes": "none"},
-    ],
-)
-def test_an_object_may_hold_rows_or_columns(document: Mapping[str, Any]) -> None:
-    assert points(json.dumps(document)) == (Point(5, {"kl": 0.1}), Point(6, {"kl": 0.2}))

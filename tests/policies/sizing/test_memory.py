@@ -108,20 +108,6 @@ def test_modules_trained_with_adapter_cost_as_in_full_training() -> None:
     assert at[1].parts["logits"] - at[0].parts["logits"] == 4 * 152_064 * 3584
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        (r".*\.(q|v)_proj", {"q_proj", "v_proj"}),
-        (r".*\.self_attn\..*", {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        (r"model\.layers\.(2[0-9])\.mlp\.down_proj", {"down_proj"}),
-        ("q_proj", set()),  # the whole name has to match
-        ("(", set()),
-    ],
-)
-def test_targets_by_a_pattern(pattern: str, names: set[str]) -> None:
-    assert lora_of({"target_modules": pattern}, SHAPE) == Lora(8, frozenset(names))
-
-
 def test_the_trainer_that_generates_keeps_a_cache() -> None:
     made = Training(generation_sequences=16, lora=Lora(8, ALL))
     at = next(one for one in moments(SHAPE, made) if one.moment == "generation")
