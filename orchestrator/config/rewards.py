@@ -46,7 +46,8 @@ class Call:
 def check_rewards(data: dict[str, Any], workdir: Path, columns: Mapping[str, Columns], findings: Findings) -> None:
     """Report reward functions that TRL cannot call, and arguments that they do not accept."""
     trainer = data.get("trainer", {})
-    call = call_of(trainer, columns)
+    environments = ("environments",) if trainer.get("environment_factory") else ()
+    call = Call((*PASSED, *environments, *(PASSED_OF_AGENT if trainer.get("agent") else ())), columns)
     arguments, has_setup = dict(trainer.get("reward_args", {})), bool(trainer.get("setup"))
     functions = {name.rpartition(".")[2]: name for name in trainer.get("reward_funcs", ())}
     for index, name in enumerate(trainer.get("reward_funcs", ())):
@@ -65,12 +66,6 @@ def check_rewards(data: dict[str, Any], workdir: Path, columns: Mapping[str, Col
             findings.add(path, f"expected a mapping of the function's arguments, got {format_value(values)}")
         elif problem := argument_problem(functions[name], workdir, values, has_setup=has_setup):
             findings.add(path, problem)
-
-
-def call_of(trainer: Mapping[str, Any], columns: Mapping[str, Columns]) -> Call:
-    """Return how TRL calls the functions of a `trainer` section; `columns` are its datasets' known columns."""
-    more = ("environments",) if trainer.get("environment_factory") else ()
-    return Call((*PASSED, *more, *(PASSED_OF_AGENT if trainer.get("agent") else ())), columns)
 
 
 def reward_problem(path: str, workdir: Path, call: Call, *, has_setup: bool) -> str:

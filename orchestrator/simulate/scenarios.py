@@ -146,7 +146,9 @@ def _rollout_nodes_lost(simulation: Simulation, random: Random) -> None:  # noqa
             simulation.cloud.lose(machine)
 
 
-def _cloud_fault(attribute: str, event: str, also: Fault | None = machine_lost, on: bool | float = True) -> Fault:
+def _cloud_fault(
+    attribute: str, event: str, also: Fault | None = machine_lost, on: bool | float = True
+) -> Callable[[Simulation, Random], Undo]:
     """Return a fault that sets an attribute of the cloud, False or 0 otherwise, and injects `also`."""
 
     def fault(simulation: Simulation, random: Random) -> Undo:
