@@ -142,7 +142,7 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
         ("s3://bucket/run", {"endpoint": "https://s3.us-east-2.amazonaws.com"}, Location("aws", "us-east-2")),
         ("s3://bucket/run", {"endpoint": "https://x.r2.cloudflarestorage.com", "region": "auto"}, Location("r2")),
         ("s3://bucket/run", {"endpoint": "https://minio.example"}, Location("")),
-        ("s3://bucket/run", {}, Location("aws")),
+        ("s3://bucket/run", {}, Location("aws", "us-west-2")),
         ("gs://bucket/run", {}, Location("gcp")),
         ("memory://run", {}, Location("local")),
     ],
@@ -150,15 +150,8 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
 def test_stores_place_follows_its_url_and_options(
     url: str, options: dict[str, str], place: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
     store = Store("memory://place", options={})
     store.url, store.options = url, dict(options)
     assert store_place(store) == place
-
-
-def test_the_environment_names_a_region_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_REGION", "us-west-2")
-    store = Store("memory://place", options={})
-    store.url = "s3://bucket/run"
-    assert store_place(store) == Location("aws", "us-west-2")
