@@ -62,6 +62,7 @@ def test_node_reads_the_weights_once_per_token() -> None:
     """65.5 GB at 0.7 of 4.8 TB/s is 19.5 ms; 64 sequences of 512 tokens on average read 8.6 GB of keys, too."""
     assert token_s(ENGINE, WORK, 1) == pytest.approx(0.0195, rel=0.01)
     assert token_s(ENGINE, WORK, 64) == pytest.approx(0.0221, rel=0.01)
+    assert token_s(replace(ENGINE, gpus=2), WORK, 1) == pytest.approx(token_s(ENGINE, WORK, 1) / 2)
     one, two, four = (generate_s(ENGINE, WORK, engines) for engines in (1, 2, 4))
     assert one == pytest.approx(11.6, rel=0.03)
     assert one > two > four > 512 * 0.0195  # what no number of nodes gets below
