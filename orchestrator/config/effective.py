@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
@@ -23,7 +23,7 @@ class EffectiveRun:
         self._data = data
         self._findings = findings
 
-    def at(self, *path: str) -> Any:
+    def at(self, *path: str | int) -> Any:
         """Return the value in the file, or None."""
         if self._findings.is_reported(path):
             raise AlreadyReported
@@ -221,9 +221,9 @@ def check_bounds(run: EffectiveRun, findings: Findings) -> None:
             findings.add(path, f"expected at most {maximum:g}, got {value:g}")
 
 
-def _value(run: EffectiveRun, path: KeyPath) -> float | None:
+def _value(run: EffectiveRun, path: KeyPath) -> Any:
     """Return the number in the file; None if it is absent or was reported already."""
     try:
-        return cast("float | None", run.at(*cast("tuple[str, ...]", path)))
+        return run.at(*path)
     except AlreadyReported:
         return None

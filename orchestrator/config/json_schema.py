@@ -108,9 +108,10 @@ class _Form:
 
     def _field(self, hint: Any, path: KeyPath) -> Schema:
         """Return the schema of the value at the path, without null as a default."""
-        special = {("name",): self._name, OPTIONS[:1]: self._storage}
-        if path in special:
-            return special[path]()
+        if path == ("name",):
+            return {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
+        if path == OPTIONS[:1]:
+            return self._storage()
         if path in TABLES:
             return self._foreign(TABLES[path](), path)
         if path in RESOURCES:
@@ -132,9 +133,6 @@ class _Form:
             return _any_of(schema, short)
         item = _any_of(_Form(is_patch=False)._section(section, path), short)  # a patch replaces whole lists
         return _any_of(schema, short, {"type": "array", "items": item})
-
-    def _name(self) -> Schema:
-        return {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
 
     def _storage(self) -> Schema:
         url, options = STORAGE_KEYS

@@ -63,32 +63,30 @@ SECRET_FIX = "this file is copied to the store; export it where you start the ru
 
 
 def check_secrets(run: EffectiveRun, findings: Findings) -> None:
-    """Check `secrets`: unique variable names, none of them set in an `env`. Messages quote valid names only."""
-    names: list[Any] = run.at("secrets") or []
-    for index, name in enumerate(names):
+    """Check the names of variables in `secrets` and `notify.url_env`. Messages quote valid names only."""
+    secrets: list[Any] = run.at("secrets") or []
+    for index, name in enumerate(secrets):
         path: KeyPath = ("secrets", index)
-        if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
-            findings.add(path, f"{EXPECTED}; do not put the secret in this file, which is copied to the store")
-        elif name.startswith(_OWN_PREFIX):
-            findings.add(path, f"{name} is set by grpo-orch; remove it")
-        elif name in names[:index]:
+        if problem := _variable_problem(name, EXPECTED, "secret"):
+            findings.add(path, problem)
+        elif name in secrets[:index]:
             findings.add(path, f"{name} is listed twice; remove one of the two")
         else:
             for section in ("trainer", "rollout"):
                 if name in (run.at(section, "env") or {}):
                     findings.add(path, f"{name} is also set in {section}.env; remove it there")
-    _check_notify_urls(run, names, findings)
-
-
-def _check_notify_urls(run: EffectiveRun, secrets: list[Any], findings: Findings) -> None:
     for index, name in enumerate(run.at("notify", "url_env") or ()):
         path = ("notify", "url_env", index)
-        if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
-            findings.add(path, f"{EXPECTED_URL}; do not put the URL in this file, which is copied to the store")
-        elif name.startswith(_OWN_PREFIX):
-            findings.add(path, f"{name} is set by grpo-orch; use another name")
+        if problem := _variable_problem(name, EXPECTED_URL, "URL"):
+            findings.add(path, problem)
         elif name in secrets:
             findings.add(path, f"{name} is for the daemon only; remove it from `secrets`, which machines receive")
+
+
+def _variable_problem(name: str, expected: str, what: str) -> str:
+    if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
+        return f"{expected}; do not put the {what} in this file, which is copied to the store"
+    return f"{name} is set by grpo-orch; remove it" if name.startswith(_OWN_PREFIX) else ""
 
 
 def looks_like_secret(name: str, value: str) -> bool:

@@ -134,11 +134,6 @@ def test_a_resumed_run_is_numbered_from_where_it_went_on() -> None:
     assert list(points(text)) == list(range(10, 101, 10))
 
 
-def test_a_log_that_was_written_in_blocks_is_counted() -> None:
-    bars = "".join(shown(range(1, 100), 1000))
-    assert list(points(bars + "{'kl': 0.1}\n" * 10 + bars)) == list(range(1, 11))
-
-
 @pytest.mark.parametrize("characters", [0, 1, 30, 100, 10_000])
 def test_a_long_log_is_read_in_pieces_that_cut_no_row(characters: int) -> None:
     row = "some prose, } and {step\n{'loss': 0.1, 'gr\nad_norm': 0.5,\n'reward': 1.0} {'kl':\n0.5}\n"

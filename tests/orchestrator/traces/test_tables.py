@@ -78,15 +78,3 @@ def test_a_starts_end_is_an_empty_line(tmp_path: Path) -> None:
     again = "".join(f"{step},500,0.02,0.1,90,\n" for step in range(1, 4))
     found = told(f"step,total_steps,loss,reward_avg,avg_response_len\n{rows}\n{again}", tmp_path)
     assert [(name, list(points)) for name, points in found.items()] == [("1", [1, 2, 3, 4, 5]), ("2", [1, 2, 3])]
-
-
-def test_metric_named_mean_is_read_as_its_base_metric(tmp_path: Path) -> None:
-    text = "update,reward_mean,policy_entropy_mean,completion_length_mean,reward_std_mean\n1,0.5,0.3,96,0.2\n"
-    assert (
-        told(text, tmp_path)[""][1].items()
-        >= {
-            "reward": 0.5,
-            "entropy": 0.3,
-            "completions/mean_length": 96.0,
-        }.items()
-    )
