@@ -31,8 +31,7 @@ from types import MappingProxyType
 
 import structlog
 
-from benchmarks.contest.compare import contenders, steer
-from benchmarks.contest.contenders import CONTENDERS
+from benchmarks.contest.contenders import CONTENDERS, contenders, steer
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
 from grpo_orch.orchestrator.clouds.protocol import LaunchOrder

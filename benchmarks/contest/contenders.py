@@ -1,4 +1,6 @@
-"""Fleet policies: each is a function like `policies.control.decide.decide`, made from it by what it sees or asks,
+"""Fleet policies side by side: each controls the same run in the same market, judged by steps per dollar.
+
+Each is a function like `policies.control.decide.decide`, made from it by what it sees or asks,
 so that in all else they differ in nothing.
 """
 
@@ -9,7 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.contest.spot_hedge import spot_hedge
 from grpo_orch.orchestrator.control.controller import Decide
-from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, on_demand
+from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
+from grpo_orch.orchestrator.simulate.market_trace import MarketTrace
+from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, Outcome, on_demand, simulate_hours
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.events import Event, NodeRequested
 from grpo_orch.policies.model.spec import RunSpec
@@ -42,22 +46,22 @@ def cheapest(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
     return decide(state, replace(snapshot, pools=()), spec)
 
 
-def on_markets(market_of: Callable[[str], Market]) -> Decide:
-    """The greedy policy with the market of each rollout node fixed by its slot, wherever that is cheapest."""
+def on_market(market: Market) -> Decide:
+    """Return the greedy policy with every rollout node on this market, wherever that is cheapest."""
 
     def decided(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
         found = greedy(state, replace(snapshot, pools=()), spec)
         events: list[Event] = []
-        markets: dict[str, Market] = {}
+        requested: set[str] = set()
         for event in found.events:
             if isinstance(event, NodeRequested) and event.role is Role.ROLLOUT:
-                markets[event.node] = market_of(event.slot)
-                events.append(replace(event, market=market_of(event.slot)))
+                requested.add(event.node)
+                events.append(replace(event, market=market))
             else:
                 events.append(event)
         actions = tuple(
-            replace(one, market=markets[one.node]) if isinstance(one, Launch) and one.node in markets else one
-            for one in found.actions
+            replace(action, market=market) if isinstance(action, Launch) and action.node in requested else action
+            for action in found.actions
         )
         return replace(found, events=tuple(events), actions=actions)
 
@@ -68,16 +72,25 @@ def _rollouts_on_spot(spec: RunSpec) -> RunSpec:
     return replace(spec, rollout=replace(spec.rollout, resources={**spec.rollout.resources, "use_spot": True}))
 
 
-def _half(slot: str) -> Market:
-    return Market.SPOT if int(slot.rpartition("-")[2]) % 2 else Market.ON_DEMAND
-
-
 CONTENDERS: Mapping[str, Contender] = {
     "ours": Contender(decide),
     "cheapest": Contender(cheapest, chooses=True),
     "spot-hedge": Contender(spot_hedge),
     "greedy": Contender(greedy),
-    "spot-only": Contender(on_markets(lambda _: Market.SPOT), _rollouts_on_spot),
-    "half-and-half": Contender(on_markets(_half)),
-    ON_DEMAND: Contender(on_markets(lambda _: Market.ON_DEMAND), on_demand),
+    "spot-only": Contender(on_market(Market.SPOT), _rollouts_on_spot),
+    ON_DEMAND: Contender(on_market(Market.ON_DEMAND), on_demand),
 }
+
+
+def contenders(trace: MarketTrace) -> list[str]:
+    """Return the names of the policies that differ in this market."""
+    pooled = any(zone.region for zone in trace)
+    return [name for name, contender in CONTENDERS.items() if pooled or not contender.chooses]
+
+
+def steer(
+    name: str, spec: RunSpec, trace: MarketTrace, physics: Physics, prices: Prices, hours: float, seed: int
+) -> Outcome:
+    """Return what a contender makes of `hours`."""
+    contender = CONTENDERS[name]
+    return simulate_hours(contender.spec_of(spec), trace, physics, prices, hours, seed, contender.decide)

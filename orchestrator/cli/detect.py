@@ -69,9 +69,7 @@ def _detect_in(
     """Return a result for every run in the file. Report an unreadable file on stderr immediately."""
     try:
         traces = read_traces(file)
-        names = [trace.name.removeprefix(str(file)).removeprefix("#") for trace in traces]
-        named = zip(names, traces, strict=True)
-        return [detect_run(str(file), name, trace.trace, limit, save_steps, task_changes) for name, trace in named]
+        return [detect_run(str(file), trace.run, trace, limit, save_steps, task_changes) for trace in traces]
     except NotATrace as error:
         reason = str(error).removeprefix(f"{file}: ")
     except Exception as error:  # noqa: BLE001  # the remaining files must still be read

@@ -18,7 +18,7 @@ from rich.table import Table
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
-from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, MarketTrace, climate, read_trace
+from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, climate
 from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult, run_scenario
 from grpo_orch.orchestrator.simulate.simulation import (
     HOURS,
@@ -95,18 +95,14 @@ DEFAULT_CLIMATE = "storms"
 def simulate(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     climate_name: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--climate",
             metavar="NAME",
             help=f"Spot market: one of {', '.join(CLIMATES)}.",
             autocompletion=lambda: list(CLIMATES),
         ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Recorded spot market: SkyPilot JSON or time,count."),
-    ] = None,
+    ] = DEFAULT_CLIMATE,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of fault scenarios.")] = SEEDS,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the first scenario.")] = 0,
     output: AsJson = Output.TEXT,
@@ -116,25 +112,23 @@ def simulate(
     Starts no machine. Exit code 1: an invariant was violated; the message names the command that replays it.
     """
     spec = load_spec(run_yaml)
-    if climate_name and trace:
-        raise Stop("--climate and --trace are mutually exclusive", exit_codes.USAGE)
+    if climate_name not in CLIMATES:
+        raise Stop(f"--climate {climate_name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
     if seeds < 1:
         raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
     if generates_itself(spec):
         raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate", exit_codes.USAGE)
     spec = _without_deadline(spec)
-    name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
-    market_of = _market_of(name, trace, spec)
-    option = "--trace" if trace else "--climate"
-    replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
+    replay = f"grpo-orch simulate {quote(str(run_yaml))} --climate {climate_name} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
-        scenarios = list(_scenarios(range(seed, seed + seeds), spec, market_of, replay, progress))
+        scenarios = list(_scenarios(range(seed, seed + seeds), spec, climate_name, replay, progress))
         task = progress.add_task("this run and all on demand", total=2)
         outcomes: dict[str, Outcome] = {}
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
-            outcomes[label] = simulate_hours(run, market_of(seed), Physics(), _prices(spec), HOURS, seed)
+            market = climate(climate_name, seed, spec.rollout.replicas.max)
+            outcomes[label] = simulate_hours(run, market, Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
-    simulation = SimulationReport(name, HOURS, scenarios, outcomes)
+    simulation = SimulationReport(climate_name, HOURS, scenarios, outcomes)
     if output is Output.JSON:
         print_json(simulation_json(simulation))
     else:
@@ -151,32 +145,12 @@ def _without_deadline(spec: RunSpec) -> RunSpec:
     return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
-class _MarketOf:
-    """Returns the spot market of a seed: a model's varies with the seed, a trace's does not."""
-
-    def __init__(self, name: str, trace: MarketTrace | None, nodes: int) -> None:
-        self._name, self._trace, self._nodes = name, trace, nodes
-
-    def __call__(self, seed: int) -> MarketTrace:
-        return self._trace or climate(self._name, seed, self._nodes)
-
-
-def _market_of(name: str, trace: Path | None, spec: RunSpec) -> _MarketOf:
-    nodes = spec.rollout.replicas.max
-    if trace is None and name not in CLIMATES:
-        raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
-    try:
-        return _MarketOf(name, read_trace(trace, nodes) if trace else None, nodes)
-    except InvalidTrace as error:
-        raise Stop(str(error), exit_codes.USAGE) from None
-
-
 def _prices(spec: RunSpec) -> Prices:
     """Return the prices of `rehearse` in run.yaml, else list prices of an H200."""
     default = Prices()
     if spec.rehearse is None:
         return default
-    trainer, rollout = spec.rehearse.trainer_prices, spec.rehearse.rollout_prices
+    trainer, rollout = spec.rehearse.prices.trainer, spec.rehearse.prices.rollout
     return Prices(
         trainer.on_demand_usd_per_h or default.trainer_usd_per_h,
         rollout.on_demand_usd_per_h or default.node_usd_per_h,
@@ -185,12 +159,13 @@ def _prices(spec: RunSpec) -> Prices:
 
 
 def _scenarios(
-    seeds: range, spec: RunSpec, market_of: _MarketOf, replay: str, progress: Progress
+    seeds: range, spec: RunSpec, climate_name: str, replay: str, progress: Progress
 ) -> Iterator[ScenarioResult]:
     task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:
         try:
-            yield run_scenario(seed, spec, trace=market_of(seed), prices=_prices(spec))
+            market = climate(climate_name, seed, spec.rollout.replicas.max)
+            yield run_scenario(seed, spec, trace=market, prices=_prices(spec))
         except InvariantViolated as error:
             raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
         progress.advance(task)

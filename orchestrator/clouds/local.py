@@ -211,7 +211,7 @@ class LocalCloud:
         rehearse = self._spec.rehearse
         if rehearse is None:
             return 0.0
-        prices: Prices = rehearse.trainer_prices if role is Role.TRAINER else rehearse.rollout_prices
+        prices: Prices = rehearse.prices.trainer if role is Role.TRAINER else rehearse.prices.rollout
         return prices.spot_usd_per_h if market is Market.SPOT else prices.on_demand_usd_per_h
 
     def _check_capacity(self, order: LaunchOrder) -> None:

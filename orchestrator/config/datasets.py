@@ -148,7 +148,11 @@ class _Rows:
         """Return whether any row has the column, or may have it."""
         try:
             is_small = _is_small(self.file)
-            return column in self.first or not is_small or any(column in row for row in _rows_of(self.file))
+            return (
+                column in self.first
+                or not is_small
+                or any(column in row for row in READERS[self.file.suffix](self.file))
+            )
         except UNREADABLE:
             return True
 
@@ -288,7 +292,7 @@ def _read(path: KeyPath, dataset: dict[str, Any], workdir: Path, needed: int, fi
         if reason := _bad_line(file):
             findings.add((*path, "path"), f"{file.name}, {reason}")
             return None
-        rows = list(islice(_rows_of(file), None if is_counted else max(1, needed)))
+        rows = list(islice(READERS[file.suffix](file), None if is_counted else max(1, needed)))
     except UNREADABLE:
         return None  # the library reports it
     if not rows:
@@ -328,10 +332,6 @@ def _bad_line(file: Path) -> str:
 
 def _is_small(file: Path) -> bool:
     return file.stat().st_size <= SCANNED_BYTES_MAX
-
-
-def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
-    return READERS[file.suffix](file)
 
 
 def _json_lines(file: Path) -> Iterator[dict[str, Any]]:

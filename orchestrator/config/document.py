@@ -228,8 +228,6 @@ def read_document(path: Path) -> tuple[Document, Findings, Path]:
 def _read(path: Path, extended_by: tuple[Path, ...], missing: Problem) -> tuple[Document, Findings, Path]:
     """Read a file and the files it extends; `missing` is raised if it does not exist."""
     file = str(path)
-    if extended_by and path.exists() and not (path.is_file() or path.is_dir()):
-        raise ConfigError([Problem(file, 0, "", "not a regular file; expected the run.yaml to extend")])
     try:
         source = path.read_bytes()
     except FileNotFoundError:

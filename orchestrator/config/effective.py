@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
@@ -23,7 +23,7 @@ class EffectiveRun:
         self._data = data
         self._findings = findings
 
-    def at(self, *path: str) -> Any:
+    def at(self, *path: str | int) -> Any:
         """Return the value in the file, or None."""
         if self._findings.is_reported(path):
             raise AlreadyReported
@@ -115,11 +115,7 @@ def check_eval_batch_size(run: EffectiveRun, findings: Findings) -> None:
 
 def check_save_steps(run: EffectiveRun, findings: Findings) -> None:
     steps = run.at("grpo", "save_steps")
-    if steps is None:
-        return
-    if steps != int(steps):
-        findings.add(("grpo", "save_steps"), f"expected a whole number of steps, got {steps:g}")
-    elif steps % run.window:
+    if steps is not None and steps % run.window:
         findings.add(
             ("grpo", "save_steps"),
             f"{steps:g} is not a multiple of {run.window}, the optimizer steps that share one generation; "
@@ -168,10 +164,10 @@ MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("checkpoints", "keep_rollouts_every_steps"): (1, False),
     ("checkpoints", "spool_gib"): (0, True),
     ("checkpoints", "max_behind_steps"): (1, False),
-    ("rehearse", "trainer_prices", "on_demand_usd_per_h"): (0, False),
-    ("rehearse", "trainer_prices", "spot_usd_per_h"): (0, False),
-    ("rehearse", "rollout_prices", "on_demand_usd_per_h"): (0, False),
-    ("rehearse", "rollout_prices", "spot_usd_per_h"): (0, False),
+    ("rehearse", "prices", "trainer", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "prices", "trainer", "spot_usd_per_h"): (0, False),
+    ("rehearse", "prices", "rollout", "on_demand_usd_per_h"): (0, False),
+    ("rehearse", "prices", "rollout", "spot_usd_per_h"): (0, False),
     ("grpo", "per_device_train_batch_size"): (1, False),
     ("grpo", "per_device_eval_batch_size"): (1, False),
     ("grpo", "gradient_accumulation_steps"): (1, False),
@@ -204,8 +200,16 @@ MAXIMUM: dict[KeyPath, float] = {
 }
 
 
+# TRL also accepts shares of the run.
+WHOLE_STEPS: tuple[KeyPath, ...] = (("grpo", "save_steps"), ("grpo", "logging_steps"))
+
+
 def check_bounds(run: EffectiveRun, findings: Findings) -> None:
-    """Report each number that is out of bounds."""
+    """Report each number that is out of bounds, and numbers of steps that are not whole."""
+    for path in WHOLE_STEPS:
+        value = _value(run, path)
+        if value is not None and value != int(value):
+            findings.add(path, f"expected a whole number of steps, got {value:g}")
     for path, (minimum, is_exclusive) in MINIMUM.items():
         value = _value(run, path)
         if value is not None and (value <= minimum if is_exclusive else value < minimum):
@@ -217,9 +221,9 @@ def check_bounds(run: EffectiveRun, findings: Findings) -> None:
             findings.add(path, f"expected at most {maximum:g}, got {value:g}")
 
 
-def _value(run: EffectiveRun, path: KeyPath) -> float | None:
+def _value(run: EffectiveRun, path: KeyPath) -> Any:
     """Return the number in the file; None if it is absent or was reported already."""
     try:
-        return cast("float | None", run.at(*cast("tuple[str, ...]", path)))
+        return run.at(*path)
     except AlreadyReported:
         return None

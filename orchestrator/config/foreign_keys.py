@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath, unknown_key
 from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
-from grpo_orch.policies.model.spec import ALTERNATIVES
+from grpo_orch.policies.model.spec import ALTERNATIVES, alternatives_of
 from grpo_orch.policies.weights import disks
 
 _GATEWAY = "completions come from the gateway"
@@ -139,6 +139,12 @@ def grpo_table() -> Table:
     return _table("grpo_keys.json", "trl", "a key of GRPOConfig (TRL {})", REFUSED_GRPO, REMOVED_GRPO)
 
 
+def grpo_value(grpo: Mapping[str, Any], key: str) -> Any:
+    """Return a GRPOConfig key of a run's `grpo`, else TRL's default."""
+    value = grpo.get(key)
+    return grpo_table().default(key) if value is None else value
+
+
 @cache
 def lora_table() -> Table:
     return _table("lora_keys.json", "peft", "a key of LoraConfig (PEFT {})", REFUSED_LORA)
@@ -154,7 +160,7 @@ def vllm_table() -> Table:
     return _table("vllm_flags.json", "vllm", "a flag of `vllm serve` (vLLM {})", REFUSED_VLLM)
 
 
-# Where run.yaml has which keys. `rollout.vllm` also accepts other spellings, see normalize_vllm_flags.
+# Where run.yaml has which keys.
 VLLM: KeyPath = ("rollout", "vllm")
 TABLES: Mapping[KeyPath, Callable[[], Table]] = {
     ("grpo",): grpo_table,
@@ -182,26 +188,6 @@ def check_keys(data: Mapping[str, Any], path: KeyPath, table: Table, findings: F
             findings.add((*path, key), unknown_key(key, allowed, table.vocabulary))
         elif message := mismatch(value, table.kind(key)):
             findings.add((*path, key), message)
-
-
-def normalize_vllm_flags(data: Mapping[str, Any], path: KeyPath, findings: Findings) -> dict[str, Any]:
-    """Rename flags to vLLM's spelling; accepts `max_model_len` and `no-enable-prefix-caching: true`."""
-    table = vllm_table()
-    plain: dict[str, Any] = {}
-    for key, value in data.items():
-        name = key.removeprefix("--").replace("_", "-")
-        twin = name.removeprefix("no-")
-        if name not in table.keys and table.keys.get(twin, {}).get("negatable"):
-            if not isinstance(value, bool):
-                findings.add((*path, key), f"expected true or false, got {format_value(value)}")
-                continue
-            name, value = twin, not value
-        if name in plain:
-            findings.add((*path, key), f"set twice, in two spellings; keep {name}")
-            continue
-        findings.rename((*path, key), (*path, name))
-        plain[name] = value
-    return plain
 
 
 def drop_false_switches(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +242,6 @@ RESOURCE_KEYS = {
     "zone": "str",
 }
 RESOURCES: tuple[KeyPath, ...] = (("trainer", "resources"), ("rollout", "resources"))
-PORTS = "cannot be set; remove it: nodes need no open ports"
 
 
 def resource_keys(*, nested: bool) -> dict[str, str]:
@@ -266,23 +251,19 @@ def resource_keys(*, nested: bool) -> dict[str, str]:
 
 def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, nested: bool = False) -> None:
     """Report unknown, refused and mistyped keys, including those in `any_of` and `ordered`."""
-    allowed = resource_keys(nested=nested)
+    keys = {key: {"type": kind} for key, kind in resource_keys(nested=nested).items()}
+    check_keys(data, path, Table(SKYPILOT_RESOURCES, keys, {"ports": "nodes need no open ports"}, {}), findings)
     for key, value in data.items():
         below = (*path, key)
-        if key == "ports":
-            findings.add(below, PORTS)
-        elif key not in allowed:
-            findings.add(below, unknown_key(key, allowed, SKYPILOT_RESOURCES))
-        elif message := mismatch(value, Kind(allowed[key])):
-            findings.add(below, message)
-        elif key == disks.DISK_SIZE and disks.gb_of(value) is None:
+        if findings.is_reported(below):
+            continue
+        if key == disks.DISK_SIZE and disks.gb_of(value) is None:
             findings.add(below, f"{disks.DISK_SIZE_EXPECTED}, got {format_value(value)}")
-        elif key in ALTERNATIVES:
-            for index, item in enumerate(value):
-                if message := mismatch(item, Kind("dict")):
-                    findings.add((*below, index), message)
-                else:
-                    check_resources(item, (*below, index), findings, nested=True)
+        for index, item in enumerate(value if key in ALTERNATIVES else ()):
+            if message := mismatch(item, Kind("dict")):
+                findings.add((*below, index), message)
+            else:
+                check_resources(item, (*below, index), findings, nested=True)
 
 
 def named_regions(resources: Mapping[str, Any]) -> set[str]:
@@ -297,9 +278,8 @@ def named_clouds(resources: Mapping[str, Any]) -> set[str]:
 
 def _infra_parts(resources: Mapping[str, Any]) -> list[list[str]]:
     """Return cloud, region and zone of the resources and each alternative, as far as they are set."""
-    nested = [entry for key in ALTERNATIVES for entry in resources.get(key) or ()]
     infras = [
-        entry.get("infra") or "/".join(str(entry.get(key) or "*") for key in ("cloud", "region"))
-        for entry in (resources, *nested)
+        machine.get("infra") or "/".join(str(machine.get(key) or "*") for key in ("cloud", "region"))
+        for machine in alternatives_of(resources)
     ]
     return [[part.strip() for part in str(infra).split("/")] for infra in infras]

@@ -20,7 +20,6 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     RESOURCES,
     SKYPILOT_RESOURCES,
     TABLES,
-    VLLM,
     Table,
     resource_keys,
 )
@@ -29,8 +28,6 @@ from grpo_orch.orchestrator.config.rules import RUN_NAME
 from grpo_orch.orchestrator.config.shorthand import (
     ENVIRONMENTS,
     NODE,
-    PRICED_ROLES,
-    REHEARSAL_KEYS,
     STORAGE_KEYS,
     TARGETS,
     TEXT_FOR_LIST,
@@ -45,11 +42,12 @@ from grpo_orch.orchestrator.config.structure import (
     kind_of,
     section_of,
 )
-from grpo_orch.policies.model.spec import ALTERNATIVES, Prices, Rehearsed, RunSpec
+from grpo_orch.policies.model.spec import ALTERNATIVES, RunSpec
 
 Schema = dict[str, Any]
 
 TITLE = "run.yaml of grpo-orch"
+FAULTS: KeyPath = ("rehearse", "faults")
 _NULL: Schema = {"type": "null"}
 _TYPES = {
     "int": "integer",
@@ -110,9 +108,10 @@ class _Form:
 
     def _field(self, hint: Any, path: KeyPath) -> Schema:
         """Return the schema of the value at the path, without null as a default."""
-        special = {("name",): self._name, OPTIONS[:1]: self._storage, ("rehearse",): self._rehearsal}
-        if path in special:
-            return special[path]()
+        if path == ("name",):
+            return {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
+        if path == OPTIONS[:1]:
+            return self._storage()
         if path in TABLES:
             return self._foreign(TABLES[path](), path)
         if path in RESOURCES:
@@ -123,6 +122,8 @@ class _Form:
         if section is None:
             schema = {**self._of_kind(kind_of(hint)), **_bounds(path)}
             return _any_of(schema, {"type": "string"}) if path in TEXT_FOR_LIST else schema
+        if path == FAULTS:
+            return {"type": "array", "items": self._fault(section)}
         schema = self._section(section, path)
         if path not in VALUE_FOR_SECTION:
             return schema
@@ -133,9 +134,6 @@ class _Form:
         item = _any_of(_Form(is_patch=False)._section(section, path), short)  # a patch replaces whole lists
         return _any_of(schema, short, {"type": "array", "items": item})
 
-    def _name(self) -> Schema:
-        return {"type": "string", "pattern": f"^{RUN_NAME.pattern}$"}
-
     def _storage(self) -> Schema:
         url, options = STORAGE_KEYS
         section = self._mapping({url: {"type": "string"}, options: _or_null(self._scalars())}, [url])
@@ -144,41 +142,24 @@ class _Form:
     def _scalars(self) -> Schema:
         return {"type": "object", "additionalProperties": self._removable(_SCALAR)}
 
-    def _rehearsal(self) -> Schema:
-        faults, prices = REHEARSAL_KEYS
-        roles = {role: _or_null(self._section(Prices, ("rehearse", f"{role}_prices"))) for role in PRICED_ROLES}
-        return self._mapping(
-            {
-                faults: {"type": ["array", "null"], "items": _Form(is_patch=False)._fault()},
-                prices: _or_null(self._mapping(roles)),
-            }
-        )
-
-    def _fault(self) -> Schema:
-        fault = self._section(Rehearsed, ())
-        properties = fault["properties"]
-        del properties["fault"], properties["target"]
+    def _fault(self, cls: type) -> Schema:
+        """Return the schema of a fault; a patch replaces whole lists."""
+        fault = _Form(is_patch=False)._section(cls, FAULTS)
         for kind, targets in TARGETS.items():
             fixed = {"enum": [target for target in targets if target != "rollout-N"]}
-            properties[kind] = _any_of(fixed, {"type": "string", "pattern": NODE.pattern})
-        fault["required"] = ["at_step"]
-        fault["oneOf"] = [{"required": [kind]} for kind in TARGETS]
+            target = _any_of(fixed, {"type": "string", "pattern": NODE.pattern}, _NULL)
+            fault["properties"][kind] = {**target, "description": fault["properties"][kind].get("description", "")}
+        fault["oneOf"] = [{"required": [kind], "properties": {kind: {"type": "string"}}} for kind in TARGETS]
         return fault
 
     def _foreign(self, table: Table, path: KeyPath) -> Schema:
         """Return the schema of another project's keys, without those that a run sets."""
-        allowed = [key for key in table.keys if key not in table.refused]
-        keys: Schema = {}
-        for key in allowed:
-            schema = {**self._of_kind(table.kind(key)), **_bounds((*path, key))}
-            keys[key] = self._removable(schema)
-        section = self._mapping(keys, description=f"Each key is {table.vocabulary}.")
-        if path == VLLM:
-            negatable = [key for key in allowed if table.keys[key].get("negatable")]
-            spellings = {_spelling(key): keys[key] for key in allowed}
-            switches = {_spelling(f"no-{key}"): self._removable({"type": "boolean"}) for key in negatable}
-            section["patternProperties"] = spellings | switches
-        return section
+        keys = {
+            key: self._removable({**self._of_kind(table.kind(key)), **_bounds((*path, key))})
+            for key in table.keys
+            if key not in table.refused
+        }
+        return self._mapping(keys, description=f"Each key is {table.vocabulary}.")
 
     def _resources(self, *, nested: bool = False) -> Schema:
         kinds = resource_keys(nested=nested)
@@ -265,8 +246,3 @@ def _bounds(path: KeyPath) -> Schema:
     if path in MAXIMUM:
         bounds["maximum"] = MAXIMUM[path]
     return bounds
-
-
-def _spelling(flag: str) -> str:
-    """Return the pattern of the spellings that `normalize_vllm_flags` accepts for a flag."""
-    return f"^(--)?{re.escape(flag).replace(chr(92) + '-', '[-_]')}$"

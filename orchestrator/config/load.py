@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -23,11 +23,10 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     check_keys,
     check_resources,
     drop_false_switches,
-    normalize_vllm_flags,
 )
 from grpo_orch.orchestrator.config.model_size import SizeUnknown
 from grpo_orch.orchestrator.config.notices import find_notices
-from grpo_orch.orchestrator.config.problems import ConfigError, Findings, KeyPath, Problem, sort_problems
+from grpo_orch.orchestrator.config.problems import ConfigError, Findings, Problem, sort_problems
 from grpo_orch.orchestrator.config.rewards import check_rewards
 from grpo_orch.orchestrator.config.rules import (
     check_lengths,
@@ -43,12 +42,12 @@ from grpo_orch.orchestrator.config.shorthand import (
     Storage,
     expand,
     expand_deadline,
-    expand_rehearsal,
     expand_storage,
+    section_at,
 )
 from grpo_orch.orchestrator.config.structure import check_structure
 from grpo_orch.orchestrator.config.user_code import check_shadows
-from grpo_orch.policies.model.spec import ALTERNATIVES, Replicas, RunSpec, generates_itself
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
 
@@ -125,7 +124,6 @@ def _check(document: Document, workdir: Path, now_s: float, findings: Findings) 
     """Add problems to `findings` and return the valid part of the document in RunSpec's shape."""
     expand_storage(document, workdir, findings)
     expand(document, workdir, findings)
-    expand_rehearsal(document.data, _replicas_max(document.data), findings)
     expand_deadline(document.data, now_s, findings)
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign_keys(data, findings)
@@ -140,31 +138,11 @@ def _check(document: Document, workdir: Path, now_s: float, findings: Findings) 
 
 def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
     for path, table in TABLES.items():
-        section = _section(data, path)
-        if path == VLLM and section:
-            section = normalize_vllm_flags(section, path, findings)
-            data["rollout"]["vllm"] = drop_false_switches(section)
-        check_keys(section, path, table(), findings)
+        check_keys(section_at(data, path), path, table(), findings)
+    if flags := section_at(data, VLLM):
+        data["rollout"]["vllm"] = drop_false_switches(flags)
     for path in RESOURCES:
-        check_resources(_section(data, path), path, findings)
-
-
-def _section(data: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    """Return the mapping at the path of checked data; an empty one if the file does not have it."""
-    section: Any = data
-    for key in path:
-        section = section.get(key) or {}
-    return cast("dict[str, Any]", section)
-
-
-def _replicas_max(data: dict[str, Any]) -> int | None:
-    """Return the maximum number of rollout nodes; None if the file's value is invalid."""
-    rollout = data.get("rollout")
-    replicas = rollout.get("replicas") if isinstance(rollout, dict) else None
-    if replicas is None:
-        return Replicas().max
-    maximum = replicas.get("max", Replicas().max) if isinstance(replicas, dict) else None
-    return maximum if isinstance(maximum, int) and maximum >= 0 else None
+        check_resources(section_at(data, path), path, findings)
 
 
 # Disks of `cloud: sky`. Without a disk_size, the run requests what its model needs, and a notice reports it.
@@ -212,17 +190,11 @@ def _with_disk(
     return {**resources, DISK_SIZE: needed_gb} if is_requested else resources
 
 
-def _entries(resources: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the resources and their alternatives."""
-    nested = [entry for key in ALTERNATIVES for entry in resources.get(key) or () if isinstance(entry, Mapping)]
-    return [resources, *nested]
-
-
 def _disk_sizes_gb(resources: Mapping[str, Any]) -> list[int]:
-    sizes_gb = [gb_of(entry.get(DISK_SIZE)) for entry in _entries(resources)]
+    sizes_gb = [gb_of(machine.get(DISK_SIZE)) for machine in alternatives_of(resources)]
     return [size_gb for size_gb in sizes_gb if size_gb is not None]
 
 
 def _has_fixed_disk(resources: Mapping[str, Any]) -> bool:
-    clouds = [str(entry.get(key) or "") for entry in _entries(resources) for key in ("infra", "cloud")]
+    clouds = [str(machine.get(key) or "") for machine in alternatives_of(resources) for key in ("infra", "cloud")]
     return any(cloud.lower().startswith(FIXED_DISK_CLOUDS) for cloud in clouds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_orch.orchestrator.config.foreign_keys import grpo_table, named_clouds, named_regions
+from grpo_orch.orchestrator.config.foreign_keys import grpo_value, named_clouds, named_regions
 from grpo_orch.orchestrator.config.model_size import config_in
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
@@ -38,7 +38,7 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
 
 
 def _note_no_kl(spec: RunSpec, findings: Findings) -> None:
-    if _grpo(spec, "beta") > 0:
+    if grpo_value(spec.grpo, "beta") > 0:
         return
     detection = "divergence is detected by gradient norm, entropy and reward only"
     findings.notice(("grpo", "beta"), f"no KL is logged, so {detection}; set e.g. grpo.beta: 0.02")
@@ -57,7 +57,10 @@ def _note_unchanged_rollback(spec: RunSpec, findings: Findings) -> None:
 
 
 def _note_detection_delay(spec: RunSpec, findings: Findings) -> None:
-    logging_steps, save_steps = int(_grpo(spec, "logging_steps")), int(_grpo(spec, "save_steps"))
+    logging_steps, save_steps = (
+        int(grpo_value(spec.grpo, "logging_steps")),
+        int(grpo_value(spec.grpo, "save_steps")),
+    )
     steps = TYPICAL_DELAY_POINTS * logging_steps
     loses_checkpoints = steps > CHECKPOINTS_LOST_MAX * save_steps
     if logging_steps == 1 and not loses_checkpoints:
@@ -122,7 +125,7 @@ def _note_deadline(spec: RunSpec, findings: Findings) -> None:
     """Add notices of what may prevent the run from meeting its deadline."""
     if spec.policies.fleet.deadline is None:
         return
-    if _grpo(spec, "max_steps") <= 0:
+    if grpo_value(spec.grpo, "max_steps") <= 0:
         why = "without grpo.max_steps the number of steps is unknown until the trainer has read its data"
         findings.notice(DEADLINE, f"cannot be planned before the run trains, and may be missed: {why}")
     if generates_itself(spec):
@@ -130,8 +133,3 @@ def _note_deadline(spec: RunSpec, findings: Findings) -> None:
     elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec):
         why = "rollout.resources requires spot (`use_spot`), so no on-demand machine is bought"
         findings.notice(DEADLINE, f"can be met only while spot is available: {why}")
-
-
-def _grpo(spec: RunSpec, key: str) -> float:
-    value = spec.grpo.get(key)
-    return float(grpo_table().default(key) if value is None else value)

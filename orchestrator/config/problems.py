@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 KeyPath = tuple[str | int, ...]  # ("rehearse", "faults", 0, "kill")
 
@@ -59,7 +59,6 @@ class Findings:
     problems: list[Problem] = field(default_factory=list)
     notices: list[Problem] = field(default_factory=list)  # valid, but perhaps not what the user meant
     reported: set[KeyPath] = field(default_factory=set)  # keys whose value is unusable
-    original_paths: dict[KeyPath, KeyPath] = field(default_factory=dict)  # of renamed keys, as in the file
 
     def add(self, path: KeyPath, message: str, line: int = 0) -> None:
         """Report a value on the line of its key, or on `line`.
@@ -67,30 +66,18 @@ class Findings:
         A path below a shorthand (`replicas: 2`) is reported as the key in the file. Each key is reported once:
         later problems usually follow from the first.
         """
-        known = self._nearest_known(path)
-        key = dotted(self.original_paths.get(known, known))
+        problem = self._located(path, message)
         self.reported.add(path)
-        if not any(problem.key == key for problem in self.problems):
-            self.problems.append(Problem(self._file(known), line or self.lines[known], key, message))
+        if not any(known.key == problem.key for known in self.problems):
+            self.problems.append(replace(problem, line=line or problem.line))
 
     def notice(self, path: KeyPath, message: str) -> None:
         """Add a notice about a valid value."""
-        known = self._nearest_known(path)
-        key = dotted(self.original_paths.get(known, known))
-        self.notices.append(Problem(self._file(known), self.lines[known], key, message))
-
-    def rename(self, path: KeyPath, new_path: KeyPath) -> None:
-        """Register a second path for a key; reports still show the path in the file."""
-        if path in self.lines and path != new_path:
-            self.lines[new_path] = self.lines[path]
-            if path in self.files:
-                self.files[new_path] = self.files[path]
-            self.original_paths[new_path] = path
+        self.notices.append(self._located(path, message))
 
     def missing(self, path: KeyPath, message: str) -> None:
         """Report a missing key, on the line of the section it belongs to."""
-        known = self._nearest_known(path)
-        self.problems.append(Problem(self._file(known), self.lines[known], dotted(path), message))
+        self.problems.append(replace(self._located(path, message), key=dotted(path)))
         self.reported.add(path)
 
     def is_reported(self, path: KeyPath) -> bool:
@@ -101,13 +88,11 @@ class Findings:
         """Return whether the value at `path`, or one below it, was reported."""
         return any(reported[: len(path)] == path for reported in self.reported)
 
-    def _file(self, known: KeyPath) -> str:
-        return self.files.get(known, self.file)
-
-    def _nearest_known(self, path: KeyPath) -> KeyPath:
+    def _located(self, path: KeyPath, message: str) -> Problem:
+        """Return a problem with the nearest key that the file has."""
         while path and path not in self.lines:
             path = path[:-1]
-        return path
+        return Problem(self.files.get(path, self.file), self.lines[path], dotted(path), message)
 
 
 def unknown_key(name: str, allowed: Iterable[str], vocabulary: str = "") -> str:

@@ -19,7 +19,7 @@ from grpo_orch.orchestrator.config.user_code import FUNCTION, function_problem
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 PASSED_OF_AGENT = ("messages", "agent_reward")
 
-MARKER_DECORATORS = ("form", "readable_by")  # of `tasks.rewards.graders`
+MARKER_DECORATORS = ("form", "readable_by")  # of `tasks.rewards.graders`; they only add attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Call:
 def check_rewards(data: dict[str, Any], workdir: Path, columns: Mapping[str, Columns], findings: Findings) -> None:
     """Report reward functions that TRL cannot call, and arguments that they do not accept."""
     trainer = data.get("trainer", {})
-    call = call_of(trainer, columns)
+    environments = ("environments",) if trainer.get("environment_factory") else ()
+    call = Call((*PASSED, *environments, *(PASSED_OF_AGENT if trainer.get("agent") else ())), columns)
     arguments, has_setup = dict(trainer.get("reward_args", {})), bool(trainer.get("setup"))
     functions = {name.rpartition(".")[2]: name for name in trainer.get("reward_funcs", ())}
     for index, name in enumerate(trainer.get("reward_funcs", ())):
@@ -65,12 +66,6 @@ def check_rewards(data: dict[str, Any], workdir: Path, columns: Mapping[str, Col
             findings.add(path, f"expected a mapping of the function's arguments, got {format_value(values)}")
         elif problem := argument_problem(functions[name], workdir, values, has_setup=has_setup):
             findings.add(path, problem)
-
-
-def call_of(trainer: Mapping[str, Any], columns: Mapping[str, Columns]) -> Call:
-    """Return how TRL calls the functions of a `trainer` section; `columns` are its datasets' known columns."""
-    more = ("environments",) if trainer.get("environment_factory") else ()
-    return Call((*PASSED, *more, *(PASSED_OF_AGENT if trainer.get("agent") else ())), columns)
 
 
 def reward_problem(path: str, workdir: Path, call: Call, *, has_setup: bool) -> str:
@@ -106,19 +101,17 @@ def is_model(reward: str) -> bool:
 
 def _keeps_parameters(decorator: ast.expr) -> bool:
     """Return whether the decorated function has the parameters of the function below the decorator."""
-    return _is_in_workers(decorator) or _is_marker(decorator)
+    return _is_in_workers(decorator) or _decorator_name(decorator) in MARKER_DECORATORS
 
 
 def _is_in_workers(decorator: ast.expr) -> bool:
     """Return whether it is `grpo_orch.rewards.in_workers`, under any import name."""
-    called = ast.unparse(decorator.func) if isinstance(decorator, ast.Call) else ""
-    return called.rpartition(".")[2] == "in_workers"
+    return isinstance(decorator, ast.Call) and _decorator_name(decorator) == "in_workers"
 
 
-def _is_marker(decorator: ast.expr) -> bool:
-    """Return whether the decorator only adds attributes to the function."""
+def _decorator_name(decorator: ast.expr) -> str:
     called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return ast.unparse(called).rpartition(".")[2] in MARKER_DECORATORS
+    return ast.unparse(called).rpartition(".")[2]
 
 
 def _signature_problem(call: Call, node: ast.stmt, name: str) -> str:

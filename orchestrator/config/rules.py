@@ -26,6 +26,7 @@ from grpo_orch.orchestrator.config.effective import (
 from grpo_orch.orchestrator.config.model_size import config_in, json_in
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
 from grpo_orch.orchestrator.config.rewards import is_model
+from grpo_orch.orchestrator.config.shorthand import TARGETS, target_problem
 from grpo_orch.orchestrator.config.user_code import function_problem
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
@@ -62,32 +63,30 @@ SECRET_FIX = "this file is copied to the store; export it where you start the ru
 
 
 def check_secrets(run: EffectiveRun, findings: Findings) -> None:
-    """Check `secrets`: unique variable names, none of them set in an `env`. Messages quote valid names only."""
-    names: list[Any] = run.at("secrets") or []
-    for index, name in enumerate(names):
+    """Check the names of variables in `secrets` and `notify.url_env`. Messages quote valid names only."""
+    secrets: list[Any] = run.at("secrets") or []
+    for index, name in enumerate(secrets):
         path: KeyPath = ("secrets", index)
-        if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
-            findings.add(path, f"{EXPECTED}; do not put the secret in this file, which is copied to the store")
-        elif name.startswith(_OWN_PREFIX):
-            findings.add(path, f"{name} is set by grpo-orch; remove it")
-        elif name in names[:index]:
+        if problem := _variable_problem(name, EXPECTED, "secret"):
+            findings.add(path, problem)
+        elif name in secrets[:index]:
             findings.add(path, f"{name} is listed twice; remove one of the two")
         else:
             for section in ("trainer", "rollout"):
                 if name in (run.at(section, "env") or {}):
                     findings.add(path, f"{name} is also set in {section}.env; remove it there")
-    _check_notify_urls(run, names, findings)
-
-
-def _check_notify_urls(run: EffectiveRun, secrets: list[Any], findings: Findings) -> None:
     for index, name in enumerate(run.at("notify", "url_env") or ()):
         path = ("notify", "url_env", index)
-        if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
-            findings.add(path, f"{EXPECTED_URL}; do not put the URL in this file, which is copied to the store")
-        elif name.startswith(_OWN_PREFIX):
-            findings.add(path, f"{name} is set by grpo-orch; use another name")
+        if problem := _variable_problem(name, EXPECTED_URL, "URL"):
+            findings.add(path, problem)
         elif name in secrets:
             findings.add(path, f"{name} is for the daemon only; remove it from `secrets`, which machines receive")
+
+
+def _variable_problem(name: str, expected: str, what: str) -> str:
+    if not _VARIABLE_NAME.fullmatch(name) or looks_like_secret("", name):
+        return f"{expected}; do not put the {what} in this file, which is copied to the store"
+    return f"{name} is set by grpo-orch; remove it" if name.startswith(_OWN_PREFIX) else ""
 
 
 def looks_like_secret(name: str, value: str) -> bool:
@@ -503,12 +502,6 @@ def _check_streaming(run: EffectiveRun, findings: Findings) -> None:
             findings.add((*path, "streaming"), f"{message}; set grpo.max_steps")
 
 
-def _check_logging_steps(run: EffectiveRun, findings: Findings) -> None:
-    steps = run.at("grpo", "logging_steps")
-    if steps is not None and steps != int(steps):
-        findings.add(("grpo", "logging_steps"), f"expected a whole number of steps, got {steps:g}")
-
-
 def _check_evaluation(run: EffectiveRun, findings: Findings) -> None:
     has_data = run.at("trainer", "eval_dataset") is not None
     strategy = run.at("grpo", "eval_strategy")
@@ -556,7 +549,30 @@ def _check_precision(run: EffectiveRun, findings: Findings) -> None:
         findings.add(("grpo", "fp16"), "TRL accepts fp16 or bf16, not both; remove one")
 
 
-def _check_rehearsed_faults(run: EffectiveRun, findings: Findings) -> None:
+def _check_rehearsal(run: EffectiveRun, findings: Findings) -> None:
+    """Report a rehearsal on a cloud, and faults without one valid target."""
+    if run.at("rehearse") is not None and run.at("cloud") == "sky":
+        message = "faults can be rehearsed only on the local cloud; set cloud: local or remove this section"
+        findings.add(("rehearse",), message)
+    replicas_max = run.at("rollout", "replicas", "max")
+    for index, fault in enumerate(run.at("rehearse", "faults") or ()):
+        path: KeyPath = ("rehearse", "faults", index)
+        kinds = [kind for kind in TARGETS if kind in fault]
+        if findings.is_reported(path) or findings.is_reported_within(path):
+            continue
+        if len(kinds) != 1:
+            findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault")
+            continue
+        (kind,) = kinds
+        if problem := target_problem(kind, fault[kind], 1 if replicas_max is None else replicas_max):
+            findings.add((*path, kind), problem)
+        elif "notice_s" in fault and kind != "preempt":
+            findings.add((*path, "notice_s"), "a notice precedes only a preemption; remove this key")
+        elif "for_s" in fault and kind != "no_capacity" and fault[kind] != "daemon":
+            findings.add((*path, "for_s"), "applies only to no_capacity and kill: daemon; remove this key")
+
+
+def _check_rehearsed_times(run: EffectiveRun, findings: Findings) -> None:
     steps = run.grpo("max_steps")
     for index, fault in enumerate(run.at("rehearse", "faults") or ()):
         path: KeyPath = ("rehearse", "faults", index)
@@ -583,7 +599,6 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _check_spool,
     _check_shipped_paths,
     _check_streaming,
-    _check_logging_steps,
     _check_evaluation,
     check_eval_batch_size,
     _check_reward_weights,
@@ -596,7 +611,8 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     check_agent,
     check_vespo,
     check_processes,
-    _check_rehearsed_faults,
+    _check_rehearsal,
+    _check_rehearsed_times,
 )
 
 

@@ -1,4 +1,4 @@
-"""Expand the shorthands of run.yaml to RunSpec's shape: datasets, replicas, paths, storage, rehearsal, deadline.
+"""Expand the shorthands of run.yaml to RunSpec's shape: datasets, replicas, paths, storage, deadline.
 
 Relative paths start at the folder of the file, not at the working directory.
 """
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from grpo_orch.orchestrator.config.document import OPTIONS, Document
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath, did_you_mean, unknown_key
-from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
+from grpo_orch.orchestrator.config.structure import format_value
 from grpo_orch.policies.model.datasets import FILE_KINDS
 
 
@@ -63,25 +63,25 @@ def expand(document: Document, workdir: Path, findings: Findings) -> None:
     """Expand the document's data to the shape of `policies.model.spec.RunSpec`, in place."""
     data = document.data
     for path in TEXT_FOR_LIST:
-        section = _section(data, path[:-1])
+        section = section_at(data, path[:-1])
         if isinstance(section.get(path[-1]), str):
             section[path[-1]] = [section[path[-1]]]
     for path in VALUE_FOR_SECTION:
-        section = _section(data, path[:-1])
+        section = section_at(data, path[:-1])
         if path[-1] in section:
             section[path[-1]] = _in_full(section[path[-1]], path)
     for path in ENVIRONMENTS:
-        _expand_env(_section(data, path), path, document.texts)
-    replicas = _section(data, ("rollout", "replicas"))
+        _expand_env(section_at(data, path), path, document.texts)
+    replicas = section_at(data, ("rollout", "replicas"))
     if replicas.get("min") is not None and replicas.get("max") is None:
         replicas["max"] = replicas["min"]
-    trainer = _section(data, ("trainer",))
+    trainer = section_at(data, ("trainer",))
     setup = trainer.get("setup")
     is_sky = data.get("cloud") == "sky"
     _expand_trainer(trainer, _Context(workdir, findings, is_sky, setup if isinstance(setup, str) else ""))
 
 
-def _section(data: Any, path: KeyPath) -> dict[Any, Any]:
+def section_at(data: Any, path: KeyPath) -> dict[Any, Any]:
     """Return the mapping at the path; an empty one if the file does not have it."""
     for key in path:
         data = data.get(key) if isinstance(data, dict) else None
@@ -273,117 +273,27 @@ def has_password(url: str) -> bool:
         return False
 
 
-# `rehearse`: faults in the user's form, `{at_step: 9, preempt: rollouts, notice_s: 5}`, and prices by role.
+# `rehearse.faults`: the targets of each kind of fault.
 
-REHEARSAL_KEYS = ("faults", "prices")
-PRICED_ROLES = ("trainer", "rollout")
 TARGETS = {
     "kill": ("rollout-N", "rollouts", "trainer", "trainer-0", "gateway", "daemon"),
     "preempt": ("rollout-N", "rollouts", "trainer-0"),
     "no_capacity": ("rollout-N", "rollouts", "trainer-0"),
 }
-# Replaces a fault that was reported, so that the others keep their index.
-_PLACEHOLDER = {"fault": "kill", "at_step": 0}
 NODE = re.compile(r"^rollout-(0|[1-9][0-9]{0,5})$")
 
 
-def expand_rehearsal(data: dict[str, Any], replicas_max: int | None, findings: Findings) -> None:
-    """Replace `data["rehearse"]` by its long form. Targets are limited to `replicas_max` rollout nodes."""
-    section = data.get("rehearse")
-    if section is None:
-        return
-    path: KeyPath = ("rehearse",)
-    if message := mismatch(section, Kind("dict")):
-        findings.add(path, message + "; its keys are " + ", ".join(REHEARSAL_KEYS))
-        del data["rehearse"]
-        return
-    if data.get("cloud", "local") != "local":
-        findings.add(
-            path, "faults can be rehearsed only on the local cloud; set cloud: local or remove this section"
-        )
-    for key in section.keys() - set(REHEARSAL_KEYS):
-        findings.add((*path, key), unknown_key(key, REHEARSAL_KEYS))
-    data["rehearse"] = _expand_prices(section.get("prices"), findings)
-    data["rehearse"]["faults"] = _expand_faults(section.get("faults"), replicas_max, findings)
-
-
-def _expand_faults(faults: Any, replicas_max: int | None, findings: Findings) -> list[dict[str, Any]]:
-    path: KeyPath = ("rehearse", "faults")
-    if message := mismatch(faults, Kind("list | None")):
-        findings.add(path, message)
-        return []
-    expanded = []
-    for index, fault in enumerate(faults or ()):
-        plain = None
-        if message := mismatch(fault, Kind("dict")):
-            findings.add((*path, index), f"{message}, as in {{at_step: 5, kill: rollout-0}}")
-        else:
-            plain = _expand_fault(fault, (*path, index), replicas_max, findings)
-        expanded.append(plain or _PLACEHOLDER)
-    return expanded
-
-
-def _expand_fault(
-    fault: dict[str, Any], path: KeyPath, replicas_max: int | None, findings: Findings
-) -> dict[str, Any] | None:
-    kinds = [key for key in fault if key in TARGETS]
-    if len(kinds) != 1:
-        unknown = [key for key in fault if key not in ("at_step", "for_s", "notice_s", *TARGETS)]
-        suggestion = did_you_mean(unknown[0], TARGETS) if unknown else ""
-        findings.add(path, f"expected exactly one of {', '.join(TARGETS)} in a fault{suggestion}")
-        return None
-    kind = kinds[0]
-    keys = ["at_step", kind]
-    if kind == "preempt":
-        keys.append("notice_s")
-    if kind == "no_capacity" or fault[kind] == "daemon":
-        keys.append("for_s")
-    for key in fault.keys() - set(keys):
-        findings.add((*path, key), unknown_key(key, keys))
-    if "at_step" not in fault:
-        findings.missing((*path, "at_step"), "missing; expected the step after which the fault is injected")
-        return None
-    if message := _target_problem(kind, fault[kind], replicas_max):
-        findings.add((*path, kind), message)
-        return None
-    findings.rename((*path, kind), (*path, "target"))
-    times = {key: value for key, value in fault.items() if key in keys and key != kind}
-    return {"fault": kind, "target": fault[kind], **times}
-
-
-def _target_problem(kind: str, target: Any, replicas_max: int | None) -> str:
-    expected = "expected one of " + ", ".join(TARGETS[kind])
-    if not isinstance(target, str):
-        return f"{expected}, got {format_value(target)}"
+def target_problem(kind: str, target: str, replicas_max: int) -> str:
+    """Return the problem with a fault's target, or an empty string; nodes are numbered below `replicas_max`."""
     node = NODE.match(target)
     if replicas_max == 0 and (node or target == "rollouts"):
         return "there are no rollout nodes: rollout.replicas is 0"
-    if node:
-        if replicas_max is not None and int(node[1]) >= replicas_max:
-            return f"there is no {target}; the last node is rollout-{replicas_max - 1} (rollout.replicas.max)"
+    if node and int(node[1]) >= replicas_max:
+        return f"there is no {target}; the last node is rollout-{replicas_max - 1} (rollout.replicas.max)"
+    if node or (target in TARGETS[kind] and target != "rollout-N"):
         return ""
-    if target in TARGETS[kind] and target != "rollout-N":
-        return ""
+    expected = "expected one of " + ", ".join(TARGETS[kind])
     return f"{expected}, got {format_value(target)}{did_you_mean(target, TARGETS[kind])}"
-
-
-def _expand_prices(prices: Any, findings: Findings) -> dict[str, Any]:
-    """Rename `prices.trainer` to `trainer_prices`. `check_structure` checks the values."""
-    path: KeyPath = ("rehearse", "prices")
-    if message := mismatch(prices, Kind("dict | None")):
-        findings.add(path, message)
-        return {}
-    expanded = {}
-    for role, value in (prices or {}).items():
-        if role not in PRICED_ROLES:
-            findings.add((*path, role), unknown_key(role, PRICED_ROLES))
-            continue
-        new_path = ("rehearse", f"{role}_prices")
-        findings.rename((*path, role), new_path)
-        for key in value if isinstance(value, dict) else ():
-            findings.rename((*path, role, key), (*new_path, key))
-        expanded[f"{role}_prices"] = value
-    return expanded
 
 
 # `policies.fleet.deadline`, stored in one format: `2026-11-30T18:00:00Z`.

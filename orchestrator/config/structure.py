@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_orch.orchestrator.config.problems import LISTED_MAX, Findings, KeyPath, did_you_mean, unknown_key
@@ -81,26 +81,25 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
+_PYTHON_TYPES: Mapping[str, Any] = {
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "str": str,
+    "None": types.NoneType,
+    "list": list,
+    "dict": dict,
+}
+
+
 def _fits(value: Any, kind_name: str) -> bool:
-    match kind_name:
-        case "int":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "bool":
-            return isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "None":
-            return value is None
-        case "list":
-            return isinstance(value, list)
-        case "dict":
-            return isinstance(value, dict)
-        case "dict[str]":
-            return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    item_type = kind_name.removeprefix("list[").removesuffix("]")
-    return isinstance(value, list) and all(_fits(item, item_type) for item in value)
+    if kind_name == "dict[str]":
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    if kind_name.startswith("list["):
+        item_type = kind_name.removeprefix("list[").removesuffix("]")
+        return isinstance(value, list) and all(_fits(item, item_type) for item in value)
+    # In Python true and false are integers.
+    return isinstance(value, _PYTHON_TYPES[kind_name]) and (kind_name == "bool") == isinstance(value, bool)
 
 
 def _describe_value(value: Any, allowed: Sequence[str]) -> str:
@@ -198,7 +197,7 @@ def _check_section(section: type, hint: Any, value: Any, path: KeyPath, findings
             _check_section(section, section, item, (*path, index), findings) for index, item in enumerate(value)
         ]
         return [item or {} for item in items]  # keeps each item's index for later reports
-    if isinstance(value, dict):
+    if isinstance(value, dict) and get_origin(hint) is not tuple:
         return check_structure(section, value, path, findings)
     findings.add(path, f"expected {_expected(str(path[-1]), hint)}, got {format_value(value)}")
     return None
@@ -232,4 +231,5 @@ def _expected(name: str, hint: Any) -> str:
     if section is None:
         return EXPECTED.get(name) or mismatch(None, kind_of(hint)).split(", got")[0].removeprefix("expected ")
     keys = ", ".join(field.name for field in dataclasses.fields(section))
-    return f"{_SHORTHANDS.get(name, '')}a mapping with the keys {keys}"
+    form = "a list of mappings" if get_origin(hint) is tuple else f"{_SHORTHANDS.get(name, '')}a mapping"
+    return f"{form} with the keys {keys}"

@@ -28,6 +28,7 @@ from grpo_orch.orchestrator.plan.machines import (
 )
 from grpo_orch.orchestrator.plan.model import (
     CheckpointPlan,
+    Cost,
     DeadlinePlan,
     KindPlan,
     LostPlan,
@@ -39,10 +40,10 @@ from grpo_orch.orchestrator.plan.model import (
 )
 from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
-from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
+from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_sync, time_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.list_prices import store_price
-from grpo_orch.policies.costs.steps import StepShape
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape
 from grpo_orch.policies.costs.store_costs import GB, Location
 from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
 from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, max_checkpoints
@@ -56,7 +57,6 @@ from grpo_orch.policies.model.spec import (
 )
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing import speed
-from grpo_orch.policies.sizing.money import Cost, Prices, cost, hourly, repeat_step_usd
 from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import trained_params, training_of
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK
@@ -95,8 +95,8 @@ def make_plan(
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
     has_nodes = not generates_itself(spec)
     rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if has_nodes else None
-    syncs = plan_syncs(spec, model, measured)
-    timing = time_step(spec, model, trainer, rollout, syncs)
+    sync = plan_sync(spec, model, measured)
+    timing = time_step(spec, model, trainer, rollout, sync)
     shape = timing.shape if timing is not None else None
     if measured is not None and measured.shape is not None:
         shape = measured.shape
@@ -109,35 +109,34 @@ def make_plan(
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.controller_usd_per_h)
-    lost = plan_lost(spec, step, money)
     usd_per_step, usd_per_million_tokens = step_costs(step, money)
-    planned = PlannedRun(spec, model, trainer, rollout, syncs, step, lost, money)
-    return Plan(
+    plan = Plan(
         name=spec.name,
         cloud=spec.cloud,
         storage=spec.storage,
         model=_model(spec, model),
         trainer=trainer,
         rollout=rollout,
-        syncs=syncs,
+        sync=sync,
         step=step,
         nodes=nodes,
-        lost=lost,
+        lost=plan_lost(spec, step, money),
         checkpoints=plan_checkpoints(spec, model, step, store),
         steps=steps,
         hours=hours,
         deadline=deadline,
         bought=count,
-        max_usd_per_h=max_usd_per_h(trainer, rollout, book.controller_usd_per_h),
+        max_usd_per_h=None if prices is None else _usd_per_h(prices, rollout.max_nodes if rollout else 0),
         usd_per_step=usd_per_step,
         usd_per_million_tokens=usd_per_million_tokens,
         disks_usd_per_h=disks_usd_per_h(spec, count if has_nodes else 0),
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
-        warnings=find_pitfalls(planned),
+        warnings=(),
         unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
         notes=tuple(_notes(measured, book)),
     )
+    return replace(plan, warnings=find_pitfalls(PlannedRun(spec, model, plan)))
 
 
 def _model(spec: RunSpec, model: KnownModel) -> ModelPlan:
@@ -312,23 +311,20 @@ def plan_money(
     ways = [(name, (a, b)) for name, a, b in WAYS if rollout is not None or a is b]
     if wanted not in [markets for _, markets in ways]:
         ways.append(("trainer on spot", wanted))
-    node = rollout.prices if rollout is not None else Prices()
     found = []
     for name, markets in ways:
-        per_h = hourly(trainer.prices, node, nodes if rollout is not None else 0, markets, controller_usd_per_h)
-        priced = None if per_h is None else cost(per_h, hours)
+        prices, cost = hourly_prices(trainer, rollout, controller_usd_per_h, markets), None
+        if prices is not None:
+            usd_per_h = _usd_per_h(prices, nodes)
+            cost = Cost(usd_per_h, 24 * usd_per_h, None if hours is None else hours * usd_per_h)
         found.append(
-            MoneyPlan(name=name, used=markets == wanted, trainer=markets[0], rollout=markets[1], cost=priced)
+            MoneyPlan(name=name, used=markets == wanted, trainer=markets[0], rollout=markets[1], cost=cost)
         )
     return tuple(found)
 
 
-def max_usd_per_h(trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float) -> float | None:
-    """Return USD per hour of all machines that run.yaml allows, on its markets; None if a price is unknown."""
-    if rollout is None:
-        return hourly(trainer.prices, Prices(), 0, (trainer.market, trainer.market), controller_usd_per_h)
-    markets = (trainer.market, rollout.market)
-    return hourly(trainer.prices, rollout.prices, rollout.max_nodes, markets, controller_usd_per_h)
+def _usd_per_h(prices: HourlyPrices, nodes: int) -> float:
+    return prices.other_usd_per_h + nodes * prices.node_usd_per_h
 
 
 def step_costs(step: StepPlan | None, money: tuple[MoneyPlan, ...]) -> tuple[float | None, float | None]:
@@ -355,7 +351,7 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     again_s = step.step_s if step.train_s is None else step.train_s
     steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
     used = _used_cost(money)
-    usd = None if used is None else repeat_step_usd(again_s, used.usd_per_h)
+    usd = None if used is None else again_s * used.usd_per_h / 3600  # all machines, for as long as it trains
     return LostPlan(
         step_s=again_s,
         step_usd=usd,
@@ -381,7 +377,7 @@ def plan_kinds(
     if model.shape is None or grpo(spec, "use_cpu"):
         return ()
     found = []
-    for gpu in sorted(kinds.all.values(), key=lambda gpu: (gpu.memory_mib, gpu.name)):
+    for gpu in sorted(kinds.values(), key=lambda gpu: (gpu.memory_mib, gpu.name)):
         for_trainer = needed_gpus(spec, Role.TRAINER) if fits(spec, model, Role.TRAINER, gpu) else None
         fits_rollout = rollout is not None and fits(spec, model, Role.ROLLOUT, gpu)
         for_rollout = needed_gpus(spec, Role.ROLLOUT) if fits_rollout else None

@@ -11,20 +11,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_orch.orchestrator.config.foreign_keys import grpo_table
+from grpo_orch.orchestrator.config.foreign_keys import grpo_value
 from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, json_in
-from grpo_orch.orchestrator.plan.model import MachinePlan
+from grpo_orch.orchestrator.plan.model import MachinePlan, Prices
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
-from grpo_orch.policies.sizing.memory import EngineMemory, TrainerMemory
-from grpo_orch.policies.sizing.money import Prices
+from grpo_orch.policies.sizing.memory import EngineMemory, Memory, host_memory, trainer_memory
 from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with_all_params
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
-from grpo_orch.policies.sizing.trainer import trainer_memory
-from grpo_orch.policies.sizing.training import training_of
+from grpo_orch.policies.sizing.training import batches_per_generation, training_of
 from grpo_orch.policies.weights.adapters import QUANTISED_WORDS
 from grpo_orch.policies.weights.disks import ModelSize
 
@@ -35,8 +33,7 @@ PROMPT_TOKENS = 512
 
 def grpo(spec: RunSpec, key: str) -> Any:
     """Return a GRPOConfig key from run.yaml, else TRL's default."""
-    value = spec.grpo.get(key)
-    return grpo_table().default(key) if value is None else value
+    return grpo_value(spec.grpo, key)
 
 
 def completion_tokens(spec: RunSpec) -> int:
@@ -46,20 +43,10 @@ def completion_tokens(spec: RunSpec) -> int:
 
 def prompt_tokens(spec: RunSpec) -> int:
     """Return the assumed tokens of a prompt: PROMPT_TOKENS, or less if the engines' context is shorter."""
-    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items()}
-    context = whole_number(flags.get("max-model-len"))
+    context = whole_number(spec.rollout.vllm.get("max-model-len"))
     if generates_itself(spec) or not context:
         return PROMPT_TOKENS
     return max(1, min(PROMPT_TOKENS, context - completion_tokens(spec)))
-
-
-def window(spec: RunSpec) -> tuple[int, int]:
-    """Return the number of completions per generation, and of batches that a process makes of its share."""
-    batch = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec)
-    if explicit := spec.grpo.get("generation_batch_size"):
-        return int(explicit), int(explicit) // batch
-    batches = int(spec.grpo.get("steps_per_generation") or grpo(spec, "gradient_accumulation_steps"))
-    return batch * batches, batches
 
 
 def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
@@ -83,9 +70,8 @@ def passes_of(spec: RunSpec) -> Passes:
     correction is on, or if several steps use a window (`_generate_and_score_completions`).
     """
     uses_vllm = not generates_itself(spec)
-    is_window_split = int(grpo(spec, "gradient_accumulation_steps")) % (
-        window(spec)[1] * int(grpo(spec, "num_iterations"))
-    )
+    micro_batches = batches_per_generation(spec) * int(grpo(spec, "num_iterations"))
+    is_window_split = int(grpo(spec, "gradient_accumulation_steps")) % micro_batches
     return Passes(
         all_weights=spec.trainer.peft is None,
         recomputed=bool(grpo(spec, "gradient_checkpointing")),
@@ -120,19 +106,20 @@ def find_model(spec: RunSpec, find_size: FindSize) -> KnownModel:
     """Look up the model in its folder, in the hub's cache, and on the hub."""
     try:
         size = find_size(spec)
+        known = KnownModel(size.params, size.stored_bytes, size.config)
     except SizeUnknown as error:
-        config = find_config(spec)
-        if not config:
+        if not (config := find_config(spec)):
             return KnownModel(unknown=f"{spec.trainer.model}: its size is unknown ({error})")
-        return _from_config(spec, config)
-    if problem := _memory_problem(spec, size.config):
-        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
+        known = KnownModel(config=config)
+    if problem := _memory_problem(spec, known.config):
+        return replace(known, unknown=problem)
     try:
-        shape = with_all_params(shape_of(size.config), size.params)
+        shape = shape_of(known.config)
     except UnknownShape as error:
-        problem = f"{spec.trainer.model}: its memory is unknown: {error}"
-        return KnownModel(size.params, size.stored_bytes, size.config, None, problem)
-    return KnownModel(size.params, size.stored_bytes, size.config, shape)
+        return replace(known, unknown=f"{spec.trainer.model}: its memory is unknown: {error}")
+    if known.params is None:  # most models store two bytes per weight
+        return KnownModel(shape.params, 2 * shape.params, known.config, shape)
+    return replace(known, shape=with_all_params(shape, known.params))
 
 
 def _memory_problem(spec: RunSpec, config: Mapping[str, Any]) -> str:
@@ -144,17 +131,6 @@ def _memory_problem(spec: RunSpec, config: Mapping[str, Any]) -> str:
     if config.get("quantization_config") or any(word in str(settings) for word in QUANTISED_WORDS):
         return f"{problem}: it is quantised, and the bytes per weight are then not planned"
     return ""
-
-
-def _from_config(spec: RunSpec, config: Mapping[str, Any]) -> KnownModel:
-    """Return a model known only by its config.json; assume that it stores two bytes per weight, as most do."""
-    if problem := _memory_problem(spec, config):
-        return KnownModel(config=config, unknown=problem)
-    try:
-        shape = shape_of(config)
-    except UnknownShape as error:
-        return KnownModel(config=config, unknown=f"{spec.trainer.model}: its size is unknown: {error}")
-    return KnownModel(shape.params, 2 * shape.params, config, shape)
 
 
 def cached_lookup(find_size: FindSize) -> FindSize:
@@ -218,20 +194,13 @@ def _deepspeed_file(spec: RunSpec) -> str | None:
 PLANNED_SHARE = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """GPUs by name: those in our table, and others whose memory a catalog lists."""
-
-    all: Mapping[str, Gpu]
-
-    def named(self, name: str) -> Gpu | None:
-        return gpu_named(name) or self.all.get(name)
+Kinds = Mapping[str, Gpu]  # by name
 
 
 def kinds_with(memory_mib: Mapping[str, float]) -> Kinds:
     """Return the table's kinds and a catalog's, of which only the memory is known, in MiB by name."""
     others = {name: Gpu(name, round(mib), 0.0, 0.0) for name, mib in memory_mib.items() if gpu_named(name) is None}
-    return Kinds({gpu.name: gpu for gpu in GPUS} | others)
+    return {gpu.name: gpu for gpu in GPUS} | others
 
 
 def named_kinds(resources: Mapping[str, Any]) -> list[str]:
@@ -261,7 +230,7 @@ def supports_dtype(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
     return str(spec.rollout.vllm.get("dtype", "auto")).lower() in ("half", "float16", "float", "float32")
 
 
-def trainer_memory_of(spec: RunSpec, model: KnownModel) -> TrainerMemory | None:
+def trainer_memory_of(spec: RunSpec, model: KnownModel) -> Memory | None:
     """Return the memory of training; None if the model's shape or the sharding of its weights is unknown."""
     if model.shape is None or unread_deepspeed(spec):
         return None
@@ -272,8 +241,7 @@ def engine_memory_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> EngineMemory
     """Return the memory of an engine on GPUs of this kind; None if the model's shape is unknown."""
     if model.shape is None:
         return None
-    engines = max(1, gpus_of(Role.ROLLOUT, spec) // engine_gpus(spec.rollout.vllm))
-    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes, engines)
+    return engine_memory(model.shape, engine_of(spec, model.shape, model.config), gpu.memory_bytes)
 
 
 def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
@@ -282,7 +250,7 @@ def fits(spec: RunSpec, model: KnownModel, role: Role, gpu: Gpu) -> bool | None:
         return False
     if role is Role.TRAINER:
         trainer = trainer_memory_of(spec, model)
-        return None if trainer is None else has_room(trainer.gpu.total_bytes, gpu)
+        return None if trainer is None else has_room(trainer.total_bytes, gpu)
     engine = engine_memory_of(spec, model, gpu)
     return None if engine is None else engine.sequences >= 1 and engine.gpu.total_bytes <= gpu.memory_bytes
 
@@ -291,13 +259,15 @@ def plan_machine(spec: RunSpec, model: KnownModel, role: Role, kinds: Kinds, pri
     """Return the plan of a role's machines. If run.yaml names no GPU, use the smallest that fits."""
     section = spec.trainer if role is Role.TRAINER else spec.rollout
     named = named_kinds(section.resources)
-    gpu = kinds.named(named[0]) if named else smallest(spec, model, role)
+    gpu = gpu_named(named[0]) or kinds.get(named[0]) if named else smallest(spec, model, role)
     least, most = (1, 1) if role is Role.TRAINER else (spec.rollout.replicas.min, spec.rollout.replicas.max)
     parts: dict[str, Any] = {}
     if role is Role.TRAINER and (trainer := trainer_memory_of(spec, model)) is not None:
-        parts = {"memory": dict(trainer.gpu.parts), "moment": trainer.gpu.moment, "host": dict(trainer.host.parts)}
+        assert model.shape is not None
+        host = host_memory(model.shape, training_of(spec, model.shape, prompt_tokens(spec)))
+        parts = {"memory": dict(trainer.parts), "moment": trainer.moment, "host": dict(host.parts)}
     if role is Role.ROLLOUT and gpu is not None and (engine := engine_memory_of(spec, model, gpu)) is not None:
-        parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment, "host": dict(engine.host.parts)}
+        parts = {"memory": dict(engine.gpu.parts), "moment": engine.gpu.moment}
         parts |= {"cache_tokens": engine.tokens, "sequences": engine.sequences}
     return MachinePlan(
         role=role,

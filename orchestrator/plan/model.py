@@ -6,10 +6,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Cost, Prices
 
 # Origin of a number: the run's log, or an estimate.
 Source = Literal["measured", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """USD an hour of one machine on each market; None if unavailable there, or unknown."""
+
+    on_demand_usd_per_h: float | None = None
+    spot_usd_per_h: float | None = None
+
+    def on(self, market: Market) -> float | None:
+        return self.spot_usd_per_h if market is Market.SPOT else self.on_demand_usd_per_h
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost in USD; `to_end_usd` is None if the run's length is unknown."""
+
+    usd_per_h: float
+    usd_per_day: float
+    to_end_usd: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +52,7 @@ class MachinePlan:
         gpus: GPUs per machine.
         memory: bytes of one GPU by purpose, at the peak; empty if the model's shape is unknown.
         moment: the time of that peak, as text.
-        host: bytes of the machine's main memory by purpose.
+        host: bytes of the trainer machine's main memory by purpose.
         fits: whether the memory suffices.
         cache_tokens: tokens that an engine's KV cache holds.
         sequences: sequences of maximum length that it holds.
@@ -62,10 +81,9 @@ class MachinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """A form of sending new weights. `seconds` by the link's Gbit/s."""
+    """How new weights are sent. `seconds` by the link's Gbit/s."""
 
-    form: Literal["all weights", "delta", "adapter"]
-    used: bool
+    form: Literal["delta", "adapter"]
     size_bytes: float
     share: float  # of the bytes of all weights
     seconds: dict[int, float]
@@ -219,7 +237,7 @@ class Plan:
     model: ModelPlan
     trainer: MachinePlan
     rollout: MachinePlan | None
-    syncs: tuple[SyncPlan, ...]
+    sync: SyncPlan | None
     step: StepPlan | None
     nodes: NodesPlan | None
     lost: LostPlan | None

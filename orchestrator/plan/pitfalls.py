@@ -13,13 +13,14 @@ from grpo_orch.orchestrator.plan.machines import (
     PLANNED_SHARE,
     KnownModel,
     completion_tokens,
+    fits,
     grpo,
     has_room,
     prompt_tokens,
     supports_dtype,
     trainer_memory_of,
 )
-from grpo_orch.orchestrator.plan.model import LostPlan, MachinePlan, MoneyPlan, PlanWarning, StepPlan, SyncPlan
+from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, PlanWarning
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from grpo_orch.policies.model.vocabulary import Market, Role
@@ -45,12 +46,7 @@ class PlannedRun:
 
     spec: RunSpec
     model: KnownModel
-    trainer: MachinePlan
-    rollout: MachinePlan | None
-    syncs: tuple[SyncPlan, ...] = ()
-    step: StepPlan | None = None
-    lost: LostPlan | None = None
-    money: tuple[MoneyPlan, ...] = ()
+    plan: Plan
 
     def gpu(self, machine: MachinePlan | None) -> Gpu | None:
         """Return the machine's GPU if run.yaml names it, else None."""
@@ -64,7 +60,7 @@ def find_pitfalls(run: PlannedRun) -> tuple[PlanWarning, ...]:
 
 def bfloat16_missing(run: PlannedRun) -> Iterator[PlanWarning]:
     """GPUs before Ampere lack bfloat16, which is the default of TRL and the type of most models."""
-    for machine in (run.trainer, run.rollout):
+    for machine in (run.plan.trainer, run.plan.rollout):
         gpu = run.gpu(machine)
         if machine is None or gpu is None or supports_dtype(run.spec, machine.role, gpu):
             continue
@@ -73,17 +69,17 @@ def bfloat16_missing(run: PlannedRun) -> Iterator[PlanWarning]:
 
 
 def trainer_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
-    gpu, needed = run.gpu(run.trainer), run.trainer.memory_bytes
+    gpu, needed = run.gpu(run.plan.trainer), run.plan.trainer.memory_bytes
     if gpu is None or needed is None or has_room(needed, gpu):
         return
     available = f"{gpu.name} has {gpu.memory_bytes / GIB:.0f}, of which {PLANNED_SHARE:.0%} are usable"
     problem = f"training needs {needed / GIB:.0f} GiB on each GPU, but {available}"
-    yield PlanWarning(_accelerators(run.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
+    yield PlanWarning(_accelerators(run.plan.trainer), f"{problem}; {remedy_of(run.spec, run.model, gpu)}")
 
 
 def too_few_processes(run: PlannedRun) -> Iterator[PlanWarning]:
     """The trainer would refuse the extra GPUs, on a machine that is already paid for."""
-    spec, gpus = run.spec, run.trainer.gpus
+    spec, gpus = run.spec, run.plan.trainer.gpus
     if gpus < 2 or processes_of(spec) > 1 or spec.grpo.get("use_cpu") or VISIBLE in spec.trainer.env:
         return
     problem = f"the single training process would see {gpus} GPUs, but TRL uses one GPU per process"
@@ -92,12 +88,12 @@ def too_few_processes(run: PlannedRun) -> Iterator[PlanWarning]:
 
 
 def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[PlanWarning]:
-    gpu = run.gpu(run.trainer)
-    if gpu is None or not run.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
+    gpu = run.gpu(run.plan.trainer)
+    if gpu is None or not run.plan.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
         return
     without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
-    if without is not None and not has_room(without.gpu.total_bytes, gpu):
-        needed = f"{without.gpu.total_bytes / GIB:.0f} GiB"
+    if without is not None and not has_room(without.total_bytes, gpu):
+        needed = f"{without.total_bytes / GIB:.0f} GiB"
         yield PlanWarning(
             "grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU"
         )
@@ -127,7 +123,7 @@ def bfloat16_loses_updates(run: PlannedRun) -> Iterator[PlanWarning]:
 
 
 def engine_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
-    rollout, gpu = run.rollout, run.gpu(run.rollout)
+    rollout, gpu = run.plan.rollout, run.gpu(run.plan.rollout)
     if rollout is None or gpu is None or run.model.shape is None or rollout.sequences is None:
         return
     engine = engine_of(run.spec, run.model.shape, run.model.config)
@@ -151,9 +147,9 @@ def engine_out_of_memory(run: PlannedRun) -> Iterator[PlanWarning]:
 
 def heads_not_divisible(run: PlannedRun) -> Iterator[PlanWarning]:
     """vLLM only starts if an engine's GPUs evenly divide the attention heads (0.32, `config/model.py`)."""
-    size = {name.replace("_", "-"): value for name, value in run.spec.rollout.vllm.items()}.get(TENSOR_PARALLEL)
-    shape = run.model.shape
-    if run.rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
+    size = run.spec.rollout.vllm.get(TENSOR_PARALLEL)
+    rollout, shape = run.plan.rollout, run.model.shape
+    if rollout is None or shape is None or not isinstance(size, int) or size < 1 or shape.heads % size == 0:
         return
     divisors = [str(count) for count in range(1, shape.heads + 1) if shape.heads % count == 0][:LISTED_SIZES]
     problem = f"vLLM does not start: the model's {shape.heads} attention heads are not divisible by {size}"
@@ -168,7 +164,7 @@ def quantised_model(run: PlannedRun) -> Iterator[PlanWarning]:
 
 
 def kv_cache_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
-    rollout, step = run.rollout, run.step
+    rollout, step = run.plan.rollout, run.plan.step
     if rollout is None or step is None or not rollout.cache_tokens or not rollout.gpu_is_named:
         return
     engines = max(1, rollout.gpus // engine_gpus(run.spec.rollout.vllm)) * max(1, step.nodes)
@@ -204,31 +200,31 @@ def store_in_other_cloud(run: PlannedRun) -> Iterator[PlanWarning]:
     if run.spec.cloud != "sky" or store is None:
         return
     for machine, resources in (
-        (run.trainer, run.spec.trainer.resources),
-        (run.rollout, run.spec.rollout.resources),
+        (run.plan.trainer, run.spec.trainer.resources),
+        (run.plan.rollout, run.spec.rollout.resources),
     ):
         clouds = {place.split("/")[0].lower() for place in places(resources) if place} - {"*"}
         others = sorted(clouds - {store})
         if machine is None or not others:
             continue
-        used = next((sync for sync in run.syncs if sync.used), None)
         cost = f"{EGRESS_USD_PER_GB} $/GB"
-        if used is not None and machine.role is Role.ROLLOUT:
-            cost += f", {used.size_bytes / 1e9:.2g} GB a step for each node"
+        if run.plan.sync is not None and machine.role is Role.ROLLOUT:
+            cost += f", {run.plan.sync.size_bytes / 1e9:.2g} GB a step for each node"
         problem = f"the {machine.role} may be in {', '.join(others)}, but the store is in {store}"
         yield PlanWarning("storage", f"{problem}: traffic between clouds costs about {cost}; use one cloud")
 
 
 def rare_checkpoints(run: PlannedRun) -> Iterator[PlanWarning]:
-    if run.trainer.market is not Market.SPOT or run.lost is None or run.lost.max_s <= CHECKPOINT_S_MAX:
+    lost = run.plan.lost
+    if run.plan.trainer.market is not Market.SPOT or lost is None or lost.max_s <= CHECKPOINT_S_MAX:
         return
-    problem = f"the trainer is on spot: a preemption without notice costs up to {run.lost.max_s / 60:.0f} minutes"
+    problem = f"the trainer is on spot: a preemption without notice costs up to {lost.max_s / 60:.0f} minutes"
     yield PlanWarning("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
 
 
 def generation_exceeds_deadline(run: PlannedRun) -> Iterator[PlanWarning]:
-    step = run.step
-    if run.rollout is None or step is None or step.generate_s is None:
+    step = run.plan.step
+    if run.plan.rollout is None or step is None or step.generate_s is None:
         return
     if step.generate_s > run.spec.rollout.deadline_s:
         problem = f"a step's completions take about {step.generate_s:.0f} s"
@@ -239,7 +235,7 @@ def generation_exceeds_deadline(run: PlannedRun) -> Iterator[PlanWarning]:
 
 def budget_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
     """Machines that exceed a budget are not bought, and a run that reaches its budget stops."""
-    caps, used = run.spec.budget, next((way.cost for way in run.money if way.used), None)
+    caps, used = run.spec.budget, next((way.cost for way in run.plan.money if way.used), None)
     if used is None:
         return
     if caps.usd_per_h is not None and used.usd_per_h > caps.usd_per_h:
@@ -249,9 +245,9 @@ def budget_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
         caps.usd is not None
         and used.to_end_usd is not None
         and used.to_end_usd > caps.usd
-        and run.step is not None
+        and run.plan.step is not None
     ):
-        step = int(caps.usd / (used.usd_per_h * run.step.step_s / 3600))
+        step = int(caps.usd / (used.usd_per_h * run.plan.step.step_s / 3600))
         problem = f"the run costs about {used.to_end_usd:.2f} USD, so it stops at about step {step}"
         yield PlanWarning("budget.usd", f"{problem}; raise it, or lower grpo.max_steps")
 
@@ -287,7 +283,7 @@ MACHINE_GPUS = 8  # of the largest machines that clouds rent
 
 def remedy_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> str:
     """Return the smallest change with which training fits these GPUs, else the larger alternatives."""
-    fitting = [text for text, lighter in _lighter(spec) if _fits(lighter, model, gpu)]
+    fitting = [text for text, lighter in _lighter(spec) if fits(lighter, model, Role.TRAINER, gpu)]
     if fitting:
         return f"it would fit with {fitting[0]}"
     options = ["a larger GPU"]
@@ -330,8 +326,3 @@ def _more_gpus(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         more = replace(spec.trainer, accelerate={**accelerate, "num_processes": count})
         yield f"{count} GPUs that shard the weights", replace(spec, trainer=more)
         count *= 2
-
-
-def _fits(spec: RunSpec, model: KnownModel, gpu: Gpu) -> bool:
-    memory = trainer_memory_of(spec, model)
-    return memory is not None and has_room(memory.gpu.total_bytes, gpu)

@@ -14,11 +14,10 @@ from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.machines import kinds_in
-from grpo_orch.orchestrator.plan.model import CloudPrice
+from grpo_orch.orchestrator.plan.model import CloudPrice, Prices
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, gpu_counts
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Prices
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
 OWN = ("kubernetes", "k8s", "ssh", "slurm")
@@ -65,7 +64,7 @@ def by_rehearsal(spec: RunSpec) -> PriceBook:
     """Return the `rehearse` prices of a run on this machine; without them it costs nothing."""
     if spec.rehearse is None:
         return PriceBook(source="prices: none, because the run is on this machine")
-    roles = {Role.TRAINER: spec.rehearse.trainer_prices, Role.ROLLOUT: spec.rehearse.rollout_prices}
+    roles = {Role.TRAINER: spec.rehearse.prices.trainer, Role.ROLLOUT: spec.rehearse.prices.rollout}
     by_role = {role: Prices(prices.on_demand_usd_per_h, prices.spot_usd_per_h) for role, prices in roles.items()}
     return PriceBook(by_role, source="prices: those of `rehearse` in run.yaml")
 
@@ -107,32 +106,32 @@ def cloud_prices(listed: Iterable[ListPrice], gpu: str, gpus: int, market: Marke
     for price in listed:
         if price.gpu.lower() == gpu.lower() and price.gpus == gpus:
             by_cloud.setdefault(price.cloud, []).append(price)
-    found = [_cheapest_at(cloud, prices, market) for cloud, prices in by_cloud.items()]
-    return tuple(sorted(found, key=lambda price: (_or_inf(_on(price, market)), price.cloud)))
-
-
-def _cheapest_at(cloud: str, prices: Sequence[ListPrice], market: Market) -> CloudPrice:
-    best = min(prices, key=lambda price: _or_inf(_on(price, market)))
-    return CloudPrice(
-        cloud=cloud,
-        instance_type=best.instance_type,
-        region=best.region,
-        on_demand_usd_per_h=_lowest(price.on_demand_usd_per_h for price in prices),
-        spot_usd_per_h=_lowest(price.spot_usd_per_h for price in prices),
-    )
+    found = []
+    for cloud, prices in by_cloud.items():
+        best, lowest = min(prices, key=lambda price: _usd_per_h(price, market)), _lowest_of(prices)
+        priced = CloudPrice(
+            cloud=cloud,
+            instance_type=best.instance_type,
+            region=best.region,
+            on_demand_usd_per_h=lowest.on_demand_usd_per_h,
+            spot_usd_per_h=lowest.spot_usd_per_h,
+        )
+        found.append((_usd_per_h(best, market), cloud, priced))
+    return tuple(priced for _, _, priced in sorted(found, key=lambda entry: entry[:2]))
 
 
 def _cheapest(resources: dict[str, Any], listed: Sequence[ListPrice]) -> Prices:
     """Return the prices of the machines in `resources`: the cheapest of `any_of`, the first of `ordered`, as
     SkyPilot chooses."""
-    by_alternative = [
-        [price for price in listed if _matches(price, wanted)] for wanted in alternatives_of(resources)
-    ]
-    is_ordered = resources.get("ordered")
-    groups = by_alternative if is_ordered else [[price for prices in by_alternative for price in prices]]
-    on_demand = [_lowest(price.on_demand_usd_per_h for price in prices) for prices in groups]
-    spot = [_lowest(price.spot_usd_per_h for price in prices) for prices in groups]
-    return Prices(_first(on_demand), _first(spot))
+    groups = [[price for price in listed if _matches(price, wanted)] for wanted in alternatives_of(resources)]
+    if not resources.get("ordered"):
+        groups = [[price for prices in groups for price in prices]]
+    lowest = [_lowest_of(prices) for prices in groups]
+    on_demand, spot = (
+        next((usd_per_h for prices in lowest if (usd_per_h := prices.on(market)) is not None), None)
+        for market in (Market.ON_DEMAND, Market.SPOT)
+    )
+    return Prices(on_demand, spot)
 
 
 def _matches(price: ListPrice, wanted: dict[str, Any]) -> bool:
@@ -157,20 +156,17 @@ def _is_in(price: ListPrice, place: str) -> bool:
     return all(part in ("*", name) for part, name in zip(place.split("/"), actual, strict=False))
 
 
-def _on(price: CloudPrice | ListPrice, market: Market) -> float | None:
-    return price.spot_usd_per_h if market is Market.SPOT else price.on_demand_usd_per_h
+def _usd_per_h(price: ListPrice, market: Market) -> float:
+    """Return the price on a market; infinite without one."""
+    usd_per_h = Prices(price.on_demand_usd_per_h, price.spot_usd_per_h).on(market)
+    return float("inf") if usd_per_h is None else usd_per_h
 
 
-def _or_inf(price: float | None) -> float:
-    return float("inf") if price is None else price
-
-
-def _first(prices: Iterable[float | None]) -> float | None:
-    return next((price for price in prices if price is not None), None)
-
-
-def _lowest(prices: Iterable[float | None]) -> float | None:
-    return min((price for price in prices if price is not None), default=None)
+def _lowest_of(prices: Iterable[ListPrice]) -> Prices:
+    """Return the lowest price on each market."""
+    pairs = [(price.on_demand_usd_per_h, price.spot_usd_per_h) for price in prices]
+    lowest = [min((usd for usd in known if usd is not None), default=None) for known in zip(*pairs, strict=True)]
+    return Prices(*lowest)
 
 
 # The store's provider and region, from its URL and options.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 
@@ -23,6 +23,7 @@ from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, 
 from grpo_orch.policies.ledger.accounting import surviving_rows
 from grpo_orch.policies.model.gpus import engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
+from grpo_orch.policies.model.vocabulary import Market
 from grpo_orch.policies.sizing import speed
 from grpo_orch.policies.sizing.engine import engine_of
 from grpo_orch.policies.sizing.shapes import Shape
@@ -84,7 +85,6 @@ def measure(store: Store) -> Measured | None:
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is estimated with the slowest link
 SHOWN_NODES = 8
-Parts = tuple[float | None, float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,45 +104,25 @@ class Timing:
         return StepShape(self.train_s + self.sync_s + self.alone_s, self.shared_node_s)
 
 
-def plan_syncs(spec: RunSpec, model: KnownModel, measured: Measured | None) -> tuple[SyncPlan, ...]:
-    """Return the forms of sending weights; `used` marks this run's. Empty if no weights are sent."""
+def plan_sync(spec: RunSpec, model: KnownModel, measured: Measured | None) -> SyncPlan | None:
+    """Return how weights are sent: an adapter alone, or a delta of all. None if none are sent, or if unknown."""
     if generates_itself(spec) or model.params is None:
-        return ()
+        return None
     width = WIDTH[served_types(spec.rollout.vllm, model.config).to or "BF16"]
-    whole, rate = float(width * model.params), float(grpo(spec, "learning_rate"))
+    whole, links = float(width * model.params), speed.LINKS_GBIT_PER_S
     adapter = _adapter_bytes(spec, model)
-    sends_adapter = (
-        spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None
-    )
-    share = speed.delta_share(rate)
-    sent = None if measured is None or sends_adapter else measured.sent_share
-    share = share if sent is None else sent
-    links = speed.LINKS_GBIT_PER_S
-    forms = [
-        SyncPlan(
-            form="all weights",
-            used=False,
-            size_bytes=whole,
-            share=1.0,
-            seconds={link: speed.full_transfer_s(whole, link) for link in links},
-        ),
-        SyncPlan(
-            form="delta",
-            used=not sends_adapter,
-            size_bytes=share * whole,
-            share=share,
-            seconds={link: speed.delta_transfer_s(whole, share, link) for link in links},
-            source="estimated" if sent is None else "measured",
-        ),
-    ]
-    if adapter is not None:
+    if spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None:
         seconds = {link: speed.full_transfer_s(adapter, link) for link in links}
-        forms.append(
-            SyncPlan(
-                form="adapter", used=sends_adapter, size_bytes=adapter, share=adapter / whole, seconds=seconds
-            )
-        )
-    return tuple(forms)
+        return SyncPlan(form="adapter", size_bytes=adapter, share=adapter / whole, seconds=seconds)
+    sent = None if measured is None else measured.sent_share
+    share = speed.delta_share(float(grpo(spec, "learning_rate"))) if sent is None else sent
+    return SyncPlan(
+        form="delta",
+        size_bytes=share * whole,
+        share=share,
+        seconds={link: speed.delta_transfer_s(whole, share, link) for link in links},
+        source="estimated" if sent is None else "measured",
+    )
 
 
 def _adapter_bytes(spec: RunSpec, model: KnownModel) -> float | None:
@@ -158,7 +138,7 @@ def time_step(
     model: KnownModel,
     trainer: MachinePlan,
     rollout: MachinePlan | None,
-    syncs: tuple[SyncPlan, ...],
+    sync: SyncPlan | None,
 ) -> Timing | None:
     """Estimate a step; None if the model's shape or the speed of its GPUs is unknown."""
     gpu = gpu_named(trainer.gpu)
@@ -175,62 +155,57 @@ def time_step(
     if (engine := _engine(spec, model, rollout)) is None:
         return None
     engines = max(1, rollout.gpus // engine_gpus(spec.rollout.vllm))
-    used = next((sync for sync in syncs if sync.used), None)
-    sync_s = used.seconds[USUAL_LINK] if used else 0.0
+    sync_s = sync.seconds[USUAL_LINK] if sync is not None else 0.0
     shared = speed.shared_by_nodes(engine, work, engines)
     return Timing(train_s, sync_s, *shared, overlaps=spec.rollout.max_staleness > 0)
 
 
 def _own_engine(spec: RunSpec, shape: Shape, trainer: MachinePlan) -> speed.Engine:
     """Return a trainer process as an engine that generates with transformers, with the weights as loaded."""
-    gpu, training = gpu_named(trainer.gpu), training_of(spec, shape, 0)
+    training = training_of(spec, shape, 0)
+    return replace(
+        _engine_on(trainer, shape, training.weight_bytes, training.compute_bytes),
+        token_floor_s=shape.layers * speed.EAGER_LAYER_S,
+    )
+
+
+def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Engine | None:
+    shape, work = model.shape, work_of(spec)
+    if gpu_named(rollout.gpu) is None or shape is None:
+        return None
+    serving = engine_of(spec, shape, model.config)
+    held = None
+    if rollout.cache_tokens is not None:
+        held = int(rollout.cache_tokens // (work.prompt_tokens + work.completion_tokens))
+    engine = _engine_on(rollout, shape, serving.weight_bytes, serving.cache_bytes)
+    return replace(engine, gpus=engine_gpus(spec.rollout.vllm), sequences_max=held)
+
+
+def _engine_on(machine: MachinePlan, shape: Shape, weight_bytes: int, cache_bytes: int) -> speed.Engine:
+    """Return an engine on one of the machine's GPUs, with these bytes per element of weights and cache."""
+    gpu, experts = gpu_named(machine.gpu), shape.experts
     assert gpu is not None  # checked by the caller
     return speed.Engine(
         gpus=1,
         bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
         tflops=gpu.tflops,
-        weights_bytes=shape.text_params * training.weight_bytes,
-        kv_bytes=shape.layers * shape.cached * training.compute_bytes,
+        weights_bytes=shape.text_params * weight_bytes,
+        kv_bytes=shape.layers * shape.cached * cache_bytes,
         params=active_params(shape),
-        token_floor_s=shape.layers * speed.EAGER_LAYER_S,
-        experts_bytes=shape.routed_params * training.weight_bytes,
-        experts_share=_chosen_share(shape),
+        experts_bytes=shape.routed_params * weight_bytes,
+        experts_share=1.0 if experts is None else min(1.0, experts.chosen / max(1, experts.count)),
     )
-
-
-def _engine(spec: RunSpec, model: KnownModel, rollout: MachinePlan) -> speed.Engine | None:
-    gpu, shape = gpu_named(rollout.gpu), model.shape
-    if gpu is None or shape is None:
-        return None
-    serving = engine_of(spec, shape, model.config)
-    work = work_of(spec)
-    held = None
-    if rollout.cache_tokens is not None:
-        held = int(rollout.cache_tokens // (work.prompt_tokens + work.completion_tokens))
-    return speed.Engine(
-        gpus=engine_gpus(spec.rollout.vllm),
-        bandwidth_gb_per_s=gpu.bandwidth_gb_per_s,
-        tflops=gpu.tflops,
-        weights_bytes=shape.text_params * serving.weight_bytes,
-        kv_bytes=shape.layers * shape.cached * serving.cache_bytes,
-        params=active_params(shape),
-        sequences_max=held,
-        experts_bytes=shape.routed_params * serving.weight_bytes,
-        experts_share=_chosen_share(shape),
-    )
-
-
-def _chosen_share(shape: Shape) -> float:
-    """Return the share of experts that process a token."""
-    return 1.0 if shape.experts is None else min(1.0, shape.experts.chosen / max(1, shape.experts.count))
 
 
 def hourly_prices(
-    trainer: MachinePlan, rollout: MachinePlan | None, controller_usd_per_h: float
+    trainer: MachinePlan,
+    rollout: MachinePlan | None,
+    controller_usd_per_h: float,
+    markets: tuple[Market, Market] | None = None,
 ) -> HourlyPrices | None:
-    """Return the machines' prices on run.yaml's markets; None if a price is unknown."""
-    fixed = trainer.prices.on(trainer.market)
-    node = rollout.prices.on(rollout.market) if rollout is not None else 0.0
+    """Return the machines' prices on these markets, by default run.yaml's; None if a price is unknown."""
+    fixed = trainer.prices.on(markets[0] if markets else trainer.market)
+    node = rollout.prices.on(markets[1] if markets else rollout.market) if rollout is not None else 0.0
     return None if fixed is None or node is None else HourlyPrices(fixed + controller_usd_per_h, node)
 
 
@@ -251,36 +226,24 @@ def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> 
 
 def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured | None) -> StepPlan | None:
     """Return a step with `nodes` rollout nodes, from the run's log or the estimate; None without either."""
-    if measured is not None:
-        return _measured_step(spec, timing, nodes, measured)
-    if timing is None:
-        return None
-    generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-    step_s = timing.shape.seconds(max(1, nodes))
-    return _step_plan(spec, (generate_s, timing.train_s, timing.sync_s), step_s, nodes, None)
-
-
-def _measured_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured) -> StepPlan:
-    """Return the measured step. If generation was not logged, split the step as in the estimate."""
-    if measured.timing is not None:
-        found = measured.timing
-        parts: Parts = (found.generate_s, found.train_s, found.sync_s)
-    elif timing is not None:
+    generate_s = train_s = sync_s = sequential_s = overlapped_s = None
+    step_s = 0.0
+    if timing is not None:
         generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-        generate_s *= measured.step_s / timing.shape.seconds(max(1, nodes))
-        parts = (generate_s, max(0.0, measured.step_s - generate_s), None)
-    else:
-        parts = (None, None, None)
-    return _step_plan(spec, parts, measured.step_s, nodes, measured)
-
-
-def _step_plan(spec: RunSpec, parts: Parts, step_s: float, nodes: int, measured: Measured | None) -> StepPlan:
-    """Return a step; `parts` are the seconds of generation, training, and sending weights."""
-    work = work_of(spec, None if measured is None else measured.completion_tokens)
-    generate_s, train_s, sync_s = parts
-    sequential_s = overlapped_s = None
+        train_s, sync_s, step_s = timing.train_s, timing.sync_s, timing.shape.seconds(max(1, nodes))
+    if measured is not None:
+        if measured.timing is not None:
+            generate_s, train_s = measured.timing.generate_s, measured.timing.train_s
+            sync_s = measured.timing.sync_s
+        elif generate_s is not None:  # generation was not logged: split the step as in the estimate
+            generate_s *= measured.step_s / step_s
+            train_s, sync_s = max(0.0, measured.step_s - generate_s), None
+        step_s = measured.step_s
+    elif timing is None:
+        return None
     if may_overlap(spec) and generate_s is not None and train_s is not None and sync_s is not None:
         sequential_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
+    work = work_of(spec, None if measured is None else measured.completion_tokens)
     return StepPlan(
         completions=work.generated,
         prompt_tokens=work.prompt_tokens,

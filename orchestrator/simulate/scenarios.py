@@ -40,11 +40,7 @@ def cut_off(simulation: Simulation, random: Random) -> Undo | None:
     store = random.choice(stores)
     store.trouble = random.choice((Trouble.NO_WRITES, Trouble.AWAY))
     simulation.note("a machine or daemon is cut off from the store")
-
-    def undo() -> None:
-        store.trouble = Trouble.NONE
-
-    return undo
+    return lambda: setattr(store, "trouble", Trouble.NONE)
 
 
 def clocks_set(simulation: Simulation, random: Random) -> None:
@@ -80,7 +76,7 @@ def second_daemon(simulation: Simulation, random: Random) -> None:  # noqa: ARG0
 
 
 def machine_lost(simulation: Simulation, random: Random) -> None:
-    if machine := _random_box(simulation, random):
+    if machine := _random_machine(simulation, random):
         simulation.cloud.lose(machine)
         simulation.note(f"{machine.node} is lost")
 
@@ -94,7 +90,7 @@ def zone_lost(simulation: Simulation, random: Random) -> Undo:
 
 
 def notice(simulation: Simulation, random: Random) -> None:
-    if machine := _random_box(simulation, random):
+    if machine := _random_machine(simulation, random):
         is_false_alarm = random.random() < 0.5
         simulation.cloud.warn(
             machine, None if is_false_alarm else simulation.time_s + simulation.cloud.physics.take_back_s
@@ -104,7 +100,7 @@ def notice(simulation: Simulation, random: Random) -> None:
 
 def rebalance(simulation: Simulation, random: Random) -> None:
     """Send a rebalance recommendation, perhaps with a preemption notice."""
-    if not (machine := _random_box(simulation, random)):
+    if not (machine := _random_machine(simulation, random)):
         return
     machine.rebalance_recommended = True
     has_notice = random.random() < 0.5
@@ -115,7 +111,7 @@ def rebalance(simulation: Simulation, random: Random) -> None:
 
 
 def work_ends(simulation: Simulation, random: Random) -> None:
-    machine = _random_box(simulation, random)
+    machine = _random_machine(simulation, random)
     if machine is not None and machine.is_working(simulation.time_s):
         machine.exit_code = 1
         simulation.note(f"the process on {machine.node} exits with code 1")
@@ -132,63 +128,6 @@ def diverges(simulation: Simulation, random: Random) -> None:
         simulation.note(f"timeline {at.timeline} diverges from step {onset} and trips at step {trip}")
 
 
-def no_capacity(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    simulation.cloud.refusing = True
-    simulation.note("no capacity")
-    if trainers := simulation.cloud.of(Role.TRAINER):
-        simulation.cloud.lose(trainers[-1])
-
-    def undo() -> None:
-        simulation.cloud.refusing = False
-
-    return undo
-
-
-def no_spot(simulation: Simulation, random: Random) -> Undo:
-    simulation.cloud.refusing_spot = True
-    simulation.note("no spot capacity")
-    machine_lost(simulation, random)
-
-    def undo() -> None:
-        simulation.cloud.refusing_spot = False
-
-    return undo
-
-
-def no_rollout_capacity(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    simulation.cloud.refusing_rollouts = True
-    for machine in simulation.cloud.of(Role.ROLLOUT):
-        if not machine.gone:
-            simulation.cloud.lose(machine)
-    simulation.note("no rollout capacity on any market")
-
-    def undo() -> None:
-        simulation.cloud.refusing_rollouts = False
-
-    return undo
-
-
-def cloud_away(simulation: Simulation, random: Random) -> Undo:  # noqa: ARG001  # a fault's signature
-    simulation.cloud.away = True
-    simulation.note("the cloud does not answer")
-
-    def undo() -> None:
-        simulation.cloud.away = False
-
-    return undo
-
-
-def answers_lost(simulation: Simulation, random: Random) -> Undo:
-    simulation.cloud.answers_lost = True
-    simulation.note("launches succeed, but their answers are lost")
-    machine_lost(simulation, random)
-
-    def undo() -> None:
-        simulation.cloud.answers_lost = False
-
-    return undo
-
-
 def stale_listing(simulation: Simulation, random: Random) -> None:
     simulation.cloud.stale = simulation.cloud.truth()
     simulation.cloud.stale_until_s = simulation.time_s + STALE_S
@@ -196,40 +135,43 @@ def stale_listing(simulation: Simulation, random: Random) -> None:
     machine_lost(simulation, random)
 
 
-def never_work(simulation: Simulation, random: Random) -> Undo:
-    simulation.cloud.never_work = True
-    simulation.note("new rollout machines never work")
-    machine_lost(simulation, random)
-
-    def undo() -> None:
-        simulation.cloud.never_work = False
-
-    return undo
+def _last_trainer_lost(simulation: Simulation, random: Random) -> None:  # noqa: ARG001  # a fault's signature
+    if trainers := simulation.cloud.of(Role.TRAINER):
+        simulation.cloud.lose(trainers[-1])
 
 
-def taken_early(simulation: Simulation, random: Random) -> Undo:
-    simulation.cloud.takes_early = True
-    simulation.note("new spot rollout machines are preempted before they work")
-    machine_lost(simulation, random)
-
-    def undo() -> None:
-        simulation.cloud.takes_early = False
-
-    return undo
+def _rollout_nodes_lost(simulation: Simulation, random: Random) -> None:  # noqa: ARG001  # a fault's signature
+    for machine in simulation.cloud.of(Role.ROLLOUT):
+        if not machine.gone:
+            simulation.cloud.lose(machine)
 
 
-def slow_launches(simulation: Simulation, random: Random) -> Undo:
-    simulation.cloud.slow_by_s = 1000.0
-    simulation.note("launches take longer than the deadline")
-    machine_lost(simulation, random)
+def _cloud_fault(
+    attribute: str, event: str, also: Fault | None = machine_lost, on: bool | float = True
+) -> Callable[[Simulation, Random], Undo]:
+    """Return a fault that sets an attribute of the cloud, False or 0 otherwise, and injects `also`."""
 
-    def undo() -> None:
-        simulation.cloud.slow_by_s = 0.0
+    def fault(simulation: Simulation, random: Random) -> Undo:
+        setattr(simulation.cloud, attribute, on)
+        simulation.note(event)
+        if also is not None:
+            also(simulation, random)
+        return lambda: setattr(simulation.cloud, attribute, type(on)())
 
-    return undo
+    return fault
 
 
-def _random_box(simulation: Simulation, random: Random) -> SimulatedMachine | None:
+no_capacity = _cloud_fault("refusing", "no capacity", _last_trainer_lost)
+no_spot = _cloud_fault("refusing_spot", "no spot capacity")
+no_rollout_capacity = _cloud_fault("refusing_rollouts", "no rollout capacity on any market", _rollout_nodes_lost)
+cloud_away = _cloud_fault("away", "the cloud does not answer", None)
+answers_lost = _cloud_fault("answers_lost", "launches succeed, but their answers are lost")
+never_work = _cloud_fault("never_work", "new rollout machines never work")
+taken_early = _cloud_fault("takes_early", "new spot rollout machines are preempted before they work")
+slow_launches = _cloud_fault("slow_by_s", "launches take longer than the deadline", on=1000.0)
+
+
+def _random_machine(simulation: Simulation, random: Random) -> SimulatedMachine | None:
     machines = [machine for machine in simulation.cloud.nodes.values() if not machine.gone]
     return random.choice(machines) if machines else None
 
@@ -297,7 +239,8 @@ def run_scenario(
     seed: int, spec: RunSpec, *, trace: MarketTrace | None = None, prices: Prices | None = None
 ) -> ScenarioResult:
     """Run the scenario of a seed. Raises InvariantViolated, which names the seed, if an invariant is violated."""
-    spec = _without_restart_limit(_with_budget(seed, spec, prices or Prices()))
+    spec = _with_budget(seed, spec, prices or Prices())
+    spec = replace(spec, policies=replace(spec.policies, trainer_restarts=10**6))  # faults cause them
     simulation = Simulation(seed, spec, trace=trace or _two_zones(spec), physics=BRISK, prices=prices)
     random = simulation.random
     _inject_faults(simulation, random)
@@ -322,11 +265,6 @@ def run_scenario(
         len(simulation.cloud.bought),
         simulation.digest,
     )
-
-
-def _without_restart_limit(spec: RunSpec) -> RunSpec:
-    """Remove the limit on trainer restarts: here faults cause them."""
-    return replace(spec, policies=replace(spec.policies, trainer_restarts=10**6))
 
 
 def _with_budget(seed: int, spec: RunSpec, prices: Prices) -> RunSpec:

@@ -239,7 +239,7 @@ def _by_run(cells: Mapping[str, str]) -> list[Row]:
     return [{**shared, **own, "run_name": run} for run, own in by_run.items()] or [shared]
 
 
-# JSON documents: a `trainer_state.json`, a list of rows, an object with such a list, columns, or a single row.
+# JSON documents: a `trainer_state.json`, a list of rows, or a single row.
 
 
 def parse_json(text: str) -> tuple[Any, str]:
@@ -265,22 +265,11 @@ def read_document(document: list[Any] | dict[str, Any]) -> Log:
         return Log(
             _objects(history), _positive(document.get("logging_steps")), _positive(document.get("save_steps"))
         )
-    lists = {key: value for key, value in document.items() if isinstance(value, list)}
-    if any(metric(key)[0] in TRAINING for key in lists):
-        return Log(_of_columns(lists))
-    tables = [_objects(value) for value in lists.values()]
-    return Log(max(tables, key=len, default=[]) or [document])
+    return Log([document])
 
 
 def _objects(rows: list[Any]) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
-
-
-def _of_columns(columns: Mapping[str, list[Any]]) -> list[Row]:
-    return [
-        {key: column[at] for key, column in columns.items() if at < len(column)}
-        for at in range(max(map(len, columns.values())))
-    ]
 
 
 def _positive(value: Any) -> int | None:

@@ -14,7 +14,7 @@ import sys
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,12 +59,14 @@ class Trace:
 
     Attributes:
         points: the metrics by step.
+        run: its name or number if the file holds several runs.
         save_steps: steps between checkpoints; None if the file does not record it.
         counts_records: no step was logged, and points are numbered by their records.
         columns: the metrics' names by the file's columns.
     """
 
     points: tuple[Point, ...]
+    run: str = ""
     save_steps: int | None = None
     counts_records: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -74,15 +76,7 @@ class Trace:
         return any(name in point.values for point in self.points)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTrace:
-    """A trace and its name: the file, followed by `#` and the run if the file holds several runs."""
-
-    name: str
-    trace: Trace
-
-
-def read_traces(path: Path) -> list[NamedTrace]:
+def read_traces(path: Path) -> list[Trace]:
     """Read the metrics of each run in the file, the folder, or `-` for standard input; at least one run.
 
     Raises NotATrace.
@@ -97,10 +91,7 @@ def read_traces(path: Path) -> list[NamedTrace]:
     except Unreadable as error:
         raise NotATrace(f"{path}: {error}") from None
     counts_records, columns = _counts_records(log), _columns(log)
-    return [
-        NamedTrace(f"{path}#{name}" if name else str(path), Trace(points, log.save_steps, counts_records, columns))
-        for name, points in found
-    ]
+    return [Trace(points, run, log.save_steps, counts_records, columns) for run, points in found]
 
 
 def _columns(log: Log) -> dict[str, str]:
@@ -167,29 +158,19 @@ ENTRIES_MAX = 100_000  # far more than runs have; a whole disk has millions
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 
-class _TooMany(Unreadable):
-    """The folder has too many files to be a folder of runs. The message names the expected files."""
-
-
 def _log_of_folder(path: Path) -> Log:
     states = [_log(state) for state in _states(path)]
     if states:
         return max(states, key=lambda log: max((points[-1].step for _, points in runs(log)), default=0))
     rows: list[Row] = []
-    file = _known_log(path)
-    try:
-        event_files = _event_files(path)
-    except _TooMany:
-        if file is None:
-            raise
-        event_files = {}
-    for run, files in event_files.items():
-        rows += [{**row, "run_name": run} for file in files for row in read_events(file)]
+    for file in sorted(_event_files_below(path)):  # as in TensorBoard, a folder is a run
+        run = str(file.parent.relative_to(path))
+        rows += [{**row, "run_name": run} for row in read_events(file)]
     if rows:
         return Log(rows)
-    if file is None:
+    if (log := _known_log(path)) is None:
         raise Unreadable(f"no metrics of training found; {EXPECTED_IN_FOLDER}")
-    return _log(file)
+    return _log(log)
 
 
 def _states(folder: Path) -> list[Path]:
@@ -203,25 +184,15 @@ def _states(folder: Path) -> list[Path]:
     return newest + [state for state in [folder / STATE] if state.is_file()]
 
 
-def _event_files(folder: Path) -> dict[str, Sequence[Path]]:
-    """Return event files by folder. As in TensorBoard, a folder is a run, and its files are read in order.
-
-    Raises _TooMany.
-    """
-    found: dict[str, list[Path]] = {}
-    for path in sorted(_event_files_below(folder)):
-        found.setdefault(str(path.parent.relative_to(folder)), []).append(path)
-    return dict(found)
-
-
 def _event_files_below(top: Path) -> Iterator[Path]:
+    """Yield TensorBoard's files. Raises Unreadable if there are too many files for a folder of runs."""
     count, folders = 0, [top]
     for folder in folders:
         with contextlib.suppress(OSError), os.scandir(folder) as listed:  # it may be unreadable, or gone
             for entry in listed:
                 count += 1
                 if count > ENTRIES_MAX:
-                    raise _TooMany(f"more than {ENTRIES_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
+                    raise Unreadable(f"more than {ENTRIES_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(Path(entry))
                 elif EVENT_FILE.search(entry.name) and entry.is_file():

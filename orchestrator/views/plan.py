@@ -17,6 +17,7 @@ from grpo_orch.orchestrator.plan.model import (
     NodesPlan,
     Plan,
     StepPlan,
+    SyncPlan,
 )
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
@@ -42,8 +43,6 @@ def render(plan: Plan) -> RenderableType:
         parts += [Text(""), _memory(plan)]
     if (facts := _facts(plan)).row_count:
         parts += [Text(""), facts]
-    if plan.syncs:
-        parts += [Text(""), _syncs(plan)]
     if _is_priced(plan):
         parts += [Text(""), _money(plan)]
     if plan.kinds:
@@ -113,15 +112,16 @@ def _facts(plan: Plan) -> Table:
     table = _grid()
     for row in _step_rows(plan):
         table.add_row(*row)
+    if plan.sync is not None:
+        table.add_row("new weights", _sync_words(plan.sync))
     if plan.nodes is not None and plan.rollout is not None and plan.rollout.max_nodes > 1:
         table.add_row("nodes", _node_words(plan.nodes, plan.rollout))
     if plan.rollout is not None and plan.rollout.cache_tokens is not None:
         cache = f"{plan.rollout.cache_tokens:,} tokens an engine"
         table.add_row("KV cache", f"{cache}: {short(plan.rollout.sequences)} sequences of the maximum length")
-    for machine in _machines(plan):
-        if machine.host:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in machine.host.items())
-            table.add_row("RAM", f"{machine.role} machine, GiB: {parts}")
+    if plan.trainer.host:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in plan.trainer.host.items())
+        table.add_row("RAM", f"trainer machine, GiB: {parts}")
     if plan.lost is not None:
         step = f"{duration(plan.lost.step_s)}{_dollars(plan.lost.step_usd)}"
         most = f"{duration(plan.lost.max_s)}{_dollars(plan.lost.max_usd)}"
@@ -180,15 +180,11 @@ def _dollars(cost: float | None) -> str:
     return "" if cost is None else f" {usd(cost)}"
 
 
-def _syncs(plan: Plan) -> Table:
-    links = sorted({link for sync in plan.syncs for link in sync.seconds})
-    table = _table("new weights, seconds", "GB", *(f"{link} Gbit" for link in links), "")
-    for sync in plan.syncs:
-        share = "" if sync.form == "all weights" else f" ({_percent(sync.share)})"
-        note = Text(f"this run{', measured' * (sync.source == 'measured')}", style="green") if sync.used else ""
-        seconds = [seconds_words(sync.seconds[link]).removesuffix(" s") for link in links]
-        table.add_row(f"{sync.form}{share}", short(sync.size_bytes / GB), *seconds, note)
-    return table
+def _sync_words(sync: SyncPlan) -> str:
+    """Return `delta, 2.2 GB (1.1 % of the weights), estimated: 3.8 s at 10 Gbit, 1.9 s at 25 Gbit, ...`."""
+    times = ", ".join(f"{seconds_words(sync.seconds[link])} at {link} Gbit" for link in sorted(sync.seconds))
+    size = f"{short(sync.size_bytes / GB)} GB ({_percent(sync.share)} of the weights)"
+    return f"{sync.form}, {size}, {sync.source}: {times}"
 
 
 def _is_priced(plan: Plan) -> bool:

@@ -256,17 +256,27 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """A fault for the local cloud.
+    """A fault for the local cloud: exactly one of `kill`, `preempt` and `no_capacity`, whose value is its target.
 
-    `target` is a slot (`rollout-0`, or `trainer-0` for its machine), `rollouts`, or, only for kill, a process:
+    A target is a slot (`rollout-0`, or `trainer-0` for its machine), `rollouts`, or, only for kill, a process:
     `gateway`, `trainer`, `daemon`.
     """
 
-    fault: Literal["kill", "preempt", "no_capacity"]
-    at_step: int
-    target: str = "rollouts"
+    at_step: int  # the fault is injected once the trainer has finished this step
+    kill: str | None = None  # SIGKILL
+    preempt: str | None = None  # the cloud preempts the machine
+    no_capacity: str | None = None  # the cloud refuses new machines
     notice_s: float = 0.0  # preempt: from the notice to the end of the machine
     for_s: float = 3.0  # no_capacity: its duration; kill daemon: time until `resume` is called
+
+    @property
+    def fault(self) -> str:
+        """Its kind: `kill`, `preempt` or `no_capacity`."""
+        return "kill" if self.kill is not None else "preempt" if self.preempt is not None else "no_capacity"
+
+    @property
+    def target(self) -> str:
+        return self.kill or self.preempt or self.no_capacity or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +288,19 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedPrices:
+    """Prices of the machines of each role."""
+
+    trainer: Prices = field(default_factory=Prices)  # of the trainer's machine
+    rollout: Prices = field(default_factory=Prices)  # of each rollout node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
     """Faults and prices with which the local cloud simulates a real one."""
 
-    faults: tuple[Rehearsed, ...] = ()
-    trainer_prices: Prices = field(default_factory=Prices)
-    rollout_prices: Prices = field(default_factory=Prices)
+    faults: tuple[Rehearsed, ...] = ()  # injected in the order of their steps
+    prices: RehearsedPrices = field(default_factory=RehearsedPrices)  # from which the report's costs follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_orch.policies.model.gpus import engine_gpus
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.sizing.memory import CUDA_BYTES, GIB, PROCESS_BYTES, EngineMemory, memory_of
+from grpo_orch.policies.sizing.memory import CUDA_BYTES, GIB, EngineMemory, memory_of
 from grpo_orch.policies.sizing.shapes import Shape
 from grpo_orch.policies.sizing.training import adapter_params, lora_of
 from grpo_orch.policies.weights.adapters import ALL_LINEAR, adapter_obstacle, engine_rank
@@ -29,7 +29,6 @@ BATCHES = ((160 * GIB, 16_384, 1024), (70 * GIB, 8192, 1024), (0, 2048, 256))
 # Bytes for each word and sequence: logits in two bytes, in float32, sorted with indices, log-probabilities.
 SAMPLING_BYTES = 2 + 4 + 4 + 8 + 4
 GRAPHS_BYTES = GIB  # an assumption
-DOWNLOAD_BYTES = 2 * GIB  # maximum of a policy that a node buffers during a download (docs/decisions/027)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class Engine:
 
 def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     """Return the settings of the run's engines. `config` is the model's config.json."""
-    flags = {name.replace("_", "-"): value for name, value in spec.rollout.vllm.items() if value is not None}
+    flags = spec.rollout.vllm
     text = config.get("text_config") or {}
     longest = config.get("max_position_embeddings") or text.get("max_position_embeddings") or DEFAULT_LENGTH
     width = WIDTH[served_types(spec.rollout.vllm, config).to or "BF16"]
@@ -79,8 +78,8 @@ def engine_of(spec: RunSpec, shape: Shape, config: Mapping[str, Any]) -> Engine:
     )
 
 
-def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1) -> EngineMemory:
-    """Return one engine's memory on GPUs of this size, and the host memory of all `engines` of a machine."""
+def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int) -> EngineMemory:
+    """Return an engine's memory on GPUs of this size."""
     weights = shape.params * engine.weight_bytes // engine.gpus
     others = {
         "weights": weights,
@@ -92,10 +91,8 @@ def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1
     if cache is None:
         cache = max(0, int(engine.utilization * gpu_bytes) - sum(others.values()))
     sequences = cache / _sequence_bytes(shape, engine)
-    host = {"processes": engines * (1 + engine.gpus) * PROCESS_BYTES, "policy downloads": DOWNLOAD_BYTES}
     return EngineMemory(
         gpu=memory_of({**others, "KV cache": cache}, "serving"),
-        host=memory_of(host),
         token_bytes=_token_bytes(shape, engine),
         tokens=int(sequences * engine.max_tokens),
         sequences=sequences,
@@ -105,10 +102,9 @@ def engine_memory(shape: Shape, engine: Engine, gpu_bytes: int, engines: int = 1
 def _token_bytes(shape: Shape, engine: Engine) -> int:
     """Return the bytes of a token in one GPU's cache.
 
-    Heads are divided over the GPUs, at least one on each; a latent vector is on all (`v1/kv_cache_interface.py`).
+    Heads are divided over the GPUs, at least one on each (`v1/kv_cache_interface.py`).
     """
-    parts = 1 if shape.latent is not None else min(engine.gpus, shape.kv_heads)
-    return shape.layers * math.ceil(shape.cached / parts) * engine.cache_bytes
+    return shape.layers * math.ceil(shape.cached / min(engine.gpus, shape.kv_heads)) * engine.cache_bytes
 
 
 def _sequence_bytes(shape: Shape, engine: Engine) -> int:
@@ -126,7 +122,7 @@ def _profile_bytes(shape: Shape, engine: Engine, gpu_bytes: int) -> int:
     tokens, sequences = engine.batch_tokens or tokens, engine.batch_sequences or sequences
     inner = shape.mlp_width
     if shape.experts is not None:
-        inner = max(inner, shape.experts.chosen * shape.experts.width + shape.experts.shared_width)
+        inner = max(inner, shape.experts.chosen * shape.experts.width)
     layer = tokens * (3 * inner // engine.gpus + 4 * shape.hidden) * engine.weight_bytes
     return max(layer, min(tokens, sequences) * shape.vocab * SAMPLING_BYTES)
 
@@ -189,7 +185,6 @@ def context_problem(
         completion: `grpo.max_completion_length`.
         config: the model's config.json; empty if unknown.
     """
-    flags = {name.replace("_", "-"): value for name, value in flags.items()}
     positions, max_model_len = _positions(config), whole_number(flags.get(MAX_MODEL_LEN))
     if any(flags.get(name) for name in REPLACED_BY):
         positions = None

@@ -25,27 +25,13 @@ class Linear:
 class Experts:
     """The mixture of experts of a layer.
 
-    An expert has three matrices of hidden x width; all are stored in two tensors. Shared experts process every
-    token, like one expert of `shared_width`.
+    An expert has three matrices of hidden x width; all are stored in two tensors.
     """
 
     count: int
     chosen: int  # experts for each token
     width: int
-    shared_width: int = 0
-    shared_gate: bool = False  # a weight for each element of the hidden state
     layers: int  # that have experts, of all layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """Attention with keys and values in one small vector a token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
-
-    query_rank: int  # 0: queries are computed directly
-    kv_rank: int
-    rope_dim: int  # of each head, and the part of the cache that all heads share
-    nope_dim: int
-    value_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +59,6 @@ class Shape:
     mlp: tuple[Linear, ...]
     norms: int
     experts: Experts | None = None
-    latent: Latent | None = None
     window: int | None = None
     windowed_layers: int = 0
     other_params: int = 0
@@ -105,9 +90,7 @@ class Shape:
         """Parameters of one layer's experts, the router included."""
         if self.experts is None:
             return 0
-        experts, router = self.experts, self.experts.count * self.hidden
-        routed, shared = experts.count * 3 * self.hidden * experts.width, 3 * self.hidden * experts.shared_width
-        return routed + router + shared + experts.shared_gate * self.hidden
+        return self.experts.count * self.hidden * (3 * self.experts.width + 1)
 
     @property
     def routed_params(self) -> int:
@@ -121,8 +104,7 @@ class Shape:
 
         For scores and the weighted sum of values, 2 for each product.
         """
-        value_dim = self.latent.value_dim if self.latent is not None else self.head_dim
-        return 2 * self.layers * self.heads * (self.head_dim + value_dim)
+        return 4 * self.layers * self.heads * self.head_dim
 
     @property
     def layer_params(self) -> int:
@@ -133,8 +115,6 @@ class Shape:
     @property
     def cached(self) -> int:
         """Elements that one layer keeps of a token in the KV cache."""
-        if self.latent is not None:
-            return self.latent.kv_rank + self.latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
 
@@ -177,8 +157,6 @@ class Family:
     norms: int = 2
     fused: bool = False
     experts: bool = False
-    shared_gate: bool = False
-    latent: bool = False
     windows: bool = False
     full_every: int = 0
 
@@ -204,7 +182,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl_text": Family(qkv_bias=True),
     "qwen2_5_vl": Family(qkv_bias=True),
     "qwen2_5_vl_text": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True, experts=True, shared_gate=True),
     "qwen3": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
     "qwen3_vl_text": Family(reads_bias=True, head_norms=True, defaults={"head_dim": 128}),
     "qwen3_moe": Family(reads_bias=True, head_norms=True, experts=True),
@@ -214,7 +191,6 @@ FAMILIES: Mapping[str, Family] = {
         tied=True, reads_bias=True, norms=4, head_norms=True, windows=True, full_every=6, defaults=GEMMA_3
     ),
     "phi3": Family(fused=True, windows=True),
-    "deepseek_v3": Family(reads_bias=True, experts=True, latent=True),
 }
 
 
@@ -267,15 +243,9 @@ def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
     if not (hidden and heads and layers):
         raise UnknownShape(f"the {kind} configuration has a size of 0")
     kv_heads = read.count("num_key_value_heads", default=heads)
-    latent = _latent(read) if family.latent else None
     head_dim = read.count("head_dim", default=hidden // heads)
-    if latent is not None:
-        head_dim = latent.nope_dim + latent.rope_dim
-    if not (kv_heads and head_dim and (latent is None or latent.kv_rank + latent.rope_dim)):
+    if not (kv_heads and head_dim):
         raise UnknownShape(f"the {kind} configuration has a size of 0")
-    norms = family.norms * hidden + (2 * head_dim if family.head_norms else 0)
-    if latent is not None:
-        norms += latent.query_rank + latent.kv_rank
     window, windowed = _windows(family, read, layers)
     return Shape(
         model_type=kind,
@@ -287,23 +257,19 @@ def _shape(kind: str, family: Family, read: _Read, tied: bool) -> Shape:
         mlp_width=mlp_width,
         vocab=read.count("vocab_size"),
         tied=tied,
-        attention=tuple(_attention(family, read, hidden, heads, kv_heads, head_dim, latent)),
+        attention=tuple(_attention(family, read, hidden, heads, kv_heads, head_dim)),
         mlp=tuple(_mlp(family, read, hidden, mlp_width)),
-        norms=norms,
+        norms=family.norms * hidden + (2 * head_dim if family.head_norms else 0),
         experts=_experts(family, read, layers),
-        latent=latent,
         window=window,
         windowed_layers=windowed,
     )
 
 
 def _attention(
-    family: Family, read: _Read, hidden: int, heads: int, kv_heads: int, head_dim: int, latent: Latent | None
+    family: Family, read: _Read, hidden: int, heads: int, kv_heads: int, head_dim: int
 ) -> Iterable[Linear]:
     bias = read.is_set("attention_bias") if family.reads_bias else False
-    if latent is not None:
-        yield from _latent_attention(latent, hidden, heads, bias)
-        return
     qkv_bias = bias or (family.qkv_bias and read.is_set("qkv_bias", True))
     if family.fused:
         yield Linear("qkv_proj", hidden, (heads + 2 * kv_heads) * head_dim, qkv_bias)
@@ -312,18 +278,6 @@ def _attention(
         yield Linear("k_proj", hidden, kv_heads * head_dim, qkv_bias)
         yield Linear("v_proj", hidden, kv_heads * head_dim, qkv_bias)
     yield Linear("o_proj", heads * head_dim, hidden, bias)
-
-
-def _latent_attention(latent: Latent, hidden: int, heads: int, bias: bool) -> Iterable[Linear]:
-    query_width = heads * (latent.nope_dim + latent.rope_dim)
-    if latent.query_rank:
-        yield Linear("q_a_proj", hidden, latent.query_rank, bias)
-        yield Linear("q_b_proj", latent.query_rank, query_width)
-    else:
-        yield Linear("q_proj", hidden, query_width)
-    yield Linear("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rope_dim, bias)
-    yield Linear("kv_b_proj", latent.kv_rank, heads * (latent.nope_dim + latent.value_dim))
-    yield Linear("o_proj", heads * latent.value_dim, hidden, bias)
 
 
 def _mlp(family: Family, read: _Read, hidden: int, width: int) -> Iterable[Linear]:
@@ -336,31 +290,16 @@ def _mlp(family: Family, read: _Read, hidden: int, width: int) -> Iterable[Linea
     yield Linear("down_proj", width, hidden, bias)
 
 
-def _latent(read: _Read) -> Latent:
-    return Latent(
-        query_rank=read.count("q_lora_rank", default=0),
-        kv_rank=read.count("kv_lora_rank"),
-        rope_dim=read.count("qk_rope_head_dim"),
-        nope_dim=read.count("qk_nope_head_dim"),
-        value_dim=read.count("v_head_dim"),
-    )
-
-
 def _experts(family: Family, read: _Read, layers: int) -> Experts | None:
-    """Return the experts, which are in every layer, every n-th, or all after the first ones."""
+    """Return the experts, which are in every layer or every n-th."""
     if not family.experts:
         return None
     sparse_step = read.count("decoder_sparse_step", default=1)
-    listed, first = read.config.get("mlp_only_layers"), read.count("first_k_dense_replace", default=0)
-    dense = [*(listed if isinstance(listed, list) else ()), *range(first)]
-    width = read.count("moe_intermediate_size", "intermediate_size")
+    dense = read.config.get("mlp_only_layers") or ()
     return Experts(
-        count=read.count("num_experts", "num_local_experts", "n_routed_experts"),
+        count=read.count("num_experts", "num_local_experts"),
         chosen=read.count("num_experts_per_tok"),
-        width=width,
-        shared_width=read.count("shared_expert_intermediate_size", default=0)
-        + read.count("n_shared_experts", default=0) * width,
-        shared_gate=family.shared_gate,
+        width=read.count("moe_intermediate_size", "intermediate_size"),
         layers=sum(
             number not in dense and sparse_step > 0 and (number + 1) % sparse_step == 0 for number in range(layers)
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from grpo_orch.policies.model.spec import (
     sharding_of,
 )
 from grpo_orch.policies.sizing.shapes import Linear, Shape
-from grpo_orch.policies.weights.adapters import ALL_LINEAR, DEFAULT_RANK
+from grpo_orch.policies.weights.adapters import DEFAULT_RANK
 from grpo_orch.policies.weights.tensors import NAMED, WIDTH
 
 Attention = Literal["sdpa", "eager", "flash"]
@@ -61,7 +60,6 @@ class Training:
         sequences: in one forward and backward pass of a process.
         generation_sequences: that one process generates at once, if the trainer generates itself.
         accumulates: whether a step adds up the gradients of several batches.
-        fused_layers: whether Liger's kernels replace norms and activations.
     """
 
     processes: int = 1
@@ -81,12 +79,16 @@ class Training:
     completion_tokens: int = DEFAULT_COMPLETION
     generation_sequences: int = 0
     accumulates: bool = False
-    fused_layers: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens(self) -> int:
         """Tokens of one pass, prompts and padding included."""
-        return self.sequences * (self.prompt_tokens + self.completion_tokens)
+        return self.sequences * self.length
 
     @property
     def is_mixed(self) -> bool:
@@ -114,7 +116,6 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
     is_float32 = spec.trainer.peft is not None or sharding.startswith("zero")
     trained_bytes = FLOAT32 if is_float32 else stored_bytes
     sequences = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH)
-    batches = int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
     return Training(
         processes=processes_of(spec),
         sharding=sharding,
@@ -131,10 +132,18 @@ def training_of(spec: RunSpec, shape: Shape, prompt_tokens: int) -> Training:
         sequences=sequences,
         prompt_tokens=prompt_tokens,
         completion_tokens=int(grpo.get("max_completion_length") or DEFAULT_COMPLETION),
-        generation_sequences=sequences * batches if generates_itself(spec) else 0,
+        generation_sequences=sequences * batches_per_generation(spec) if generates_itself(spec) else 0,
         accumulates=int(grpo.get("gradient_accumulation_steps") or 1) > 1,
-        fused_layers=bool(grpo.get("use_liger_kernel")),
     )
+
+
+def batches_per_generation(spec: RunSpec) -> int:
+    """Return the batches that a process makes of its share of a generation (TRL 1.16, `__post_init__`)."""
+    grpo = spec.grpo
+    if explicit := grpo.get("generation_batch_size"):
+        batch = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH) * processes_of(spec)
+        return int(explicit) // batch
+    return int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
 
 
 def divides_weights(spec: RunSpec) -> bool:
@@ -147,9 +156,8 @@ def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
     if peft is None:
         return None
     modules = peft.get("target_modules")
-    all_layers = frozenset(layer.name for layer in (*shape.attention, *shape.mlp))
-    if isinstance(modules, str):
-        targets = all_layers if modules.lower() == ALL_LINEAR else _matched(modules, shape)
+    if isinstance(modules, str):  # `all-linear`, or a pattern, which is counted as matching all
+        targets = frozenset(layer.name for layer in (*shape.attention, *shape.mlp))
     elif modules is None:
         targets = frozenset(PEFT_TARGETS.get(shape.model_type, PEFT_USUAL))
     else:
@@ -158,24 +166,9 @@ def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:
     return Lora(int(peft.get("r") or DEFAULT_RANK), targets, whole)
 
 
-def _matched(pattern: str, shape: Shape) -> frozenset[str]:
-    """Return the layers whose full names match a pattern anywhere (PEFT 0.21, `match_target_against_key`)."""
-    blocks = (("self_attn", shape.attention), ("mlp", shape.mlp))
-    try:
-        return frozenset(
-            linear.name
-            for block, linears in blocks
-            for linear in linears
-            for number in range(shape.layers)
-            if re.fullmatch(pattern, f"model.layers.{number}.{block}.{linear.name}")
-        )
-    except re.error:  # PEFT refuses it
-        return frozenset()
-
-
 def state_bytes(optimizer: str, trained_bytes: int) -> float:
     """Return the bytes of an optimizer's states for each trained parameter, given the parameter's own width."""
-    if "8bit" in optimizer or optimizer == "adamw_bnb_8bit":
+    if "8bit" in optimizer:
         return EIGHT_BIT / (2 if "lion" in optimizer or "rmsprop" in optimizer else 1)
     return float(IN_WEIGHTS_TYPE.get(optimizer, ADAM_STATES) * trained_bytes)
 
@@ -258,15 +251,12 @@ def generating(shape: Shape, training: Training) -> dict[str, int]:
     A cache grows by a copy: for a moment one layer's exists twice, and repeated for each head (transformers 5.19,
     `DynamicLayer.update`, `repeat_kv`). Under autocast all weights are cast once, and kept to the end.
     """
-    length, count = training.prompt_tokens + training.completion_tokens, training.generation_sequences
-    element_bytes = count * length * training.compute_bytes
-    layer_width = 2 * shape.kv_heads * shape.head_dim
-    if shape.latent is not None:  # transformers keeps expanded keys and values
-        layer_width = shape.heads * (shape.head_dim + shape.latent.value_dim)
+    count = training.generation_sequences
+    element_bytes = count * training.length * training.compute_bytes
     casts = (shape.text_params - shape.embedding_params) * training.compute_bytes
-    copies = layer_width + 2 * shape.heads * shape.head_dim
+    copies = shape.cached + 2 * shape.heads * shape.head_dim
     return {
-        "KV cache": element_bytes * (shape.layers * layer_width + copies),
+        "KV cache": element_bytes * (shape.layers * shape.cached + copies),
         "logits": count * shape.vocab * DRAW_BYTES,
         "weights cast": casts if training.is_mixed and training.lora is None else 0,
     }

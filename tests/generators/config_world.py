@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,6 +83,32 @@ async def later(row):
 def free(row, *, style="plain", **_):
     return ""
 """
+# Reward functions that TRL can call, and some that it cannot.
+FUNCTIONS = """\
+import torch_of_mine  # never imported here
+from grpo_orch.rewards import in_workers
+
+def judged(completions, answer, **kwargs): ...
+def misspelled(completions, answr, **kwargs): ...
+def by_key(*, completions, solution, weight=1.0, **kwargs): ...
+def by_place(completions, answer, /, **kwargs): ...
+def narrow(prompts, completions, completion_ids, trainer_state, log_extra, log_metric): ...
+def exact(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, question, answer): ...
+async def waits(completions, solution, **kwargs): ...
+def played(completions, environments, **kwargs): ...
+def own_prompt(completions, prompt, **kwargs): ...
+
+@in_workers()
+def scored(text, answer, prompt): ...
+
+@in_workers(limit_s=3.0)
+def scored_by(text, key): ...
+
+def decorated(function): ...
+
+@decorated
+def hidden(anything): ...
+"""
 NO_REHEARSAL = (VALID[VALID.index("rehearse:") :], "")
 SKY = ("storage: ./run", "storage: s3://bucket/run\ncloud: sky")
 
@@ -116,10 +141,6 @@ def problem(folder: Path, *changes: tuple[str, str]) -> str:
         [found] = error.problems
         return f"{found.key}: {found.message}"
     return ""
-
-
-def write_rows(folder: Path, *rows: dict[str, Any], name: str = "prompts.jsonl") -> None:
-    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 @cache

@@ -42,6 +42,7 @@ from grpo_orch.policies.model.spec import (
     PoliciesSpec,
     Prices,
     Rehearsal,
+    RehearsedPrices,
     RunSpec,
     TrainerSpec,
 )
@@ -61,8 +62,10 @@ FIRST_FORK = Fork(
 )
 _names = itertools.count()
 REHEARSAL = Rehearsal(
-    trainer_prices=Prices(on_demand_usd_per_h=7.2, spot_usd_per_h=3.6),
-    rollout_prices=Prices(on_demand_usd_per_h=3.6, spot_usd_per_h=0.9),
+    prices=RehearsedPrices(
+        trainer=Prices(on_demand_usd_per_h=7.2, spot_usd_per_h=3.6),
+        rollout=Prices(on_demand_usd_per_h=3.6, spot_usd_per_h=0.9),
+    ),
 )
 
 

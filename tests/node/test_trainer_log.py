@@ -42,5 +42,5 @@ def test_a_trainers_log_is_read_with_its_steps(every: int, evaluate: int, pause_
         words = [sys.executable, "-u", "-c", PROGRAM, str(every), str(evaluate), str(pause_s)]
         subprocess.run(words, stdout=out, stderr=subprocess.STDOUT, check=True, timeout=HANG_S)
     (one,) = read_traces(log)
-    found = {point.step: point.values["kl"] for point in one.trace.points}
+    found = {point.step: point.values["kl"] for point in one.points}
     assert found == {step: step / 1000 for step in range(every, 61, every)}

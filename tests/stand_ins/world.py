@@ -108,7 +108,7 @@ class Folded:
         return same
 
 
-def spec(max_replicas: int = 2, **policies: float) -> RunSpec:
+def spec(max_replicas: int = 2, **policies: object) -> RunSpec:
     return RunSpec(
         name="sim",
         storage="memory://sim",

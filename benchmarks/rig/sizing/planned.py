@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from benchmarks.rig.sizing.step import Case, peaks_of
 from grpo_orch.policies.model.spec import Dataset, RunSpec, TrainerSpec
+from grpo_orch.policies.sizing.memory import moments
 from grpo_orch.policies.sizing.shapes import shape_of
-from grpo_orch.policies.sizing.trainer import moments
 from grpo_orch.policies.sizing.training import training_of
 
 

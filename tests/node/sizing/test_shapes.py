@@ -19,18 +19,13 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
-MIXED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "llama": [{"attention_bias": True, "mlp_bias": True}, {"head_dim": 16}, {"tie_word_embeddings": True}],
     "mistral": [{"head_dim": 12, "sliding_window": 8}],
     "mixtral": [{"num_local_experts": 4, "num_experts_per_tok": 2}],
-    "qwen2_moe": [{"num_experts": 4, **MIXED, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}],
     "qwen3": [{"attention_bias": True, "tie_word_embeddings": True}],
-    "qwen3_moe": [{"num_experts": 4, **MIXED, "decoder_sparse_step": 2}, {"num_experts": 4, **MIXED}],
-    "deepseek_v3": [
-        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, **MIXED, "q_lora_rank": 20, "kv_lora_rank": 12},
-        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, **MIXED, "q_lora_rank": None, "kv_lora_rank": 12},
-    ],
+    "qwen3_moe": [{"decoder_sparse_step": 2, **MIXED}, {"mlp_only_layers": [1], **MIXED}],
 }
 WITH_EYES = {"qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"}
 

@@ -30,7 +30,7 @@ from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.control.lease import process_started
 from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed
 from grpo_orch.policies.model.linux import is_between_programs
-from grpo_orch.policies.model.spec import Prices, Rehearsal, RunSpec
+from grpo_orch.policies.model.spec import Prices, Rehearsal, RehearsedPrices, RunSpec
 from grpo_orch.policies.model.vocabulary import MachineState, Market, Refusal, Role, role_of
 from grpo_orch.policies.tick.snapshot import Machine
 from grpo_orch.tasks.machine.launching import visible_gpus
@@ -220,7 +220,7 @@ def test_offers_have_the_rehearsals_prices(cloud: LocalCloud) -> None:
     priced = replace(
         spec(),
         rehearse=Rehearsal(
-            rollout_prices=Prices(spot_usd_per_h=1.5), trainer_prices=Prices(on_demand_usd_per_h=4)
+            prices=RehearsedPrices(rollout=Prices(spot_usd_per_h=1.5), trainer=Prices(on_demand_usd_per_h=4))
         ),
     )
     offers = LocalCloud(cloud.folder, priced).offers()

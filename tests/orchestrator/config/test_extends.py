@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -48,17 +47,9 @@ def test_mappings_merge_null_takes_away_and_the_rest_is_replaced() -> None:
     assert base.rehearse is not None
     assert spec.rehearse is not None
     assert [fault.at_step for fault in spec.rehearse.faults] == [7]
-    assert spec.rehearse.trainer_prices == base.rehearse.trainer_prices
+    assert spec.rehearse.prices == base.rehearse.prices
     assert (spec.rollout.replicas.min, spec.rollout.replicas.max, spec.rollout.env) == (1, 3, {})
     assert spec.rollout.vllm == base.rollout.vllm
-
-
-def test_endless_chain_is_not_read(folder: Path) -> None:
-    os.mkfifo(folder / "pipe.yaml")
-    for name in ("pipe.yaml", "/dev/zero"):
-        assert said(over("name: over\n", extends=name))[-1].endswith(
-            "not a regular file; expected the run.yaml to extend"
-        )
 
 
 def test_paths_start_at_last_file_and_own_store_is_allowed(folder: Path) -> None:

@@ -61,26 +61,17 @@ def _is_refused(case: Case, tmp_path: Path) -> bool:
     ("old", "new", "where"),
     [
         ("replicas: 2", "replica: 2", "rollout"),
-        ("policies:", "policy:", ""),
-        ("max_steps: 40", "max_step: 40", "grpo"),
         ("max_steps: 40", "max_steps: forty", "grpo.max_steps"),
         ("max_steps: 40", "use_vllm: true", "grpo"),
         ("max_steps: 40", "loss_type: drgrpo", "grpo.loss_type"),
         ("num_generations: 8", "num_generations: 1", "grpo.num_generations"),
-        ("beta: 0.02", "beta: -1", "grpo.beta"),
         ("replicas: 2", "replicas: -1", "rollout.replicas"),
-        ("replicas: 2", "max_staleness: 3", "rollout.max_staleness"),
-        ("max-model-len: 256", "max-model-length: 256", "rollout.vllm"),
-        ("max-model-len: 256", "max_num_seqs: many", "rollout.vllm.max_num_seqs"),
-        ("max-model-len: 256", "no-enable-prefix-caching: 1", "rollout.vllm.no-enable-prefix-caching"),
-        ("{limit: 0.5}", "{limit: 0}", "policies.kl.limit"),
-        ("{limit: 0.5}", "{action: rewind}", "policies.kl.action"),
+        ("max-model-len: 256", "max-num-seqs: many", "rollout.vllm.max-num-seqs"),
         ("name: demo", "name: Demo!", "name"),
         ("storage: ./run", "storage: {uri: ./run}", "storage"),
         ("kill: rollout-0", "kill: rollout", "rehearse.faults.0.kill"),
         ("kill: rollout-0", "kill: trainer, preempt: rollouts", "rehearse.faults.0"),
         ("  model: ./model\n", "", "trainer"),
-        ("storage: ./run\n", "", ""),
     ],
 )
 def test_schema_refuses(tmp_path: Path, old: str, new: str, where: str) -> None:
@@ -115,7 +106,7 @@ def test_schema_describes_every_plain_key_of_ours() -> None:
             found += [each for part in nested for each in undescribed(part, f"{path}{key}.")]
         return found
 
-    assert undescribed(json_schema()["$defs"]["whole"], "") == ["rehearse.faults"]
+    assert undescribed(json_schema()["$defs"]["whole"], "") == []
 
 
 def test_schema_describes_keys() -> None:

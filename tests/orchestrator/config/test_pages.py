@@ -49,7 +49,7 @@ def test_the_arithmetic_of_a_recipe_is_its_plans(recipe: str) -> None:
     plan, steps = plan_of(spec), spec.grpo["max_steps"]
     assert plan.trainer is not None
     assert plan.step is not None
-    sent = next((one for one in plan.syncs if one.used), None)
+    sent = plan.sync
     named = {
         "trainer, GiB": sum(plan.trainer.memory.values()) / GIB,
         "of that, weights": plan.trainer.memory["weights"] / GIB,
@@ -77,23 +77,8 @@ def test_the_tutorials_files_are_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_tests_lead_somewhere(page: str) -> None:
-    text = (DOCS / page).read_text()
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
-        path, _, heading = target.partition("#")
-        there = ((DOCS / page).parent / path) if path else DOCS / page
-        assert there.exists(), target
-        slugs = (
-            {
-                re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-                for line in there.read_text().splitlines()
-                if line.startswith("#")
-            }
-            if heading
-            else {""}
-        )
-        assert heading in slugs, target
-    for file, name in re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", text):
+def test_named_tests_exist(page: str) -> None:
+    for file, name in re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", (DOCS / page).read_text()):
         found = [path for path in (ROOT / "tests").rglob(Path(file).name) if path.as_posix().endswith(file)]
         if file.startswith("test_") or "/test_" in file:
             assert found, file

@@ -2,20 +2,32 @@
 
 A line that is not indented begins a case: its name, or its first change. `!` is a problem, `~` a notice of a file
 that can be run. Changes are `OLD => NEW`, or `SECTION + LINE` for one more line in a section; `⏎` is a line's end.
+`FILE << N LINE` adds a line to another file, N times. `= NAME: JSON` is (a part of) a value that is read.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from grpo_orch.orchestrator.config.load import ConfigError, load, load_spec, load_storage
 from grpo_orch.policies.model.gpus import DriverFailed
-from tests.generators.config_world import NO_REHEARSAL, PROMPTS, SKY, VALID, changed, furnish, schema_problems
+from grpo_orch.policies.model.spec import RunSpec
+from tests.generators.config_world import (
+    FUNCTIONS,
+    NO_REHEARSAL,
+    PROMPTS,
+    SKY,
+    changed,
+    furnish,
+    schema_problems,
+)
 
 NOW_S = 1764000000.0  # 2025-11-24 16:00 UTC
 ADDED = {
@@ -31,6 +43,8 @@ class Case(NamedTuple):
     changes: list[tuple[str, str]]
     said: list[str]
     gpus: int = 0  # of this machine
+    files: dict[str, str] = {}  # noqa: RUF012  # a tuple's default
+    read: tuple[str, ...] = ()
 
 
 def cases() -> Iterator[Case]:
@@ -43,11 +57,22 @@ def cases() -> Iterator[Case]:
         lines = [line.replace("⏎", "\n").replace("∅", "") for line in (first, *more)]
         said = [line for line in lines if line.startswith(("! ", "~ "))]
         gpus = sum(int(line.removeprefix("gpus ")) for line in lines if line.startswith("gpus "))
-        yield Case(f"{family}: {first}", [change for line in lines for change in changes_of(line)], said, gpus)
+        changes = [change for line in lines for change in changes_of(line)]
+        read = tuple(line.removeprefix("= ") for line in lines if line.startswith("= "))
+        yield Case(f"{family}: {first}", changes, said, gpus, files_of(lines), read)
+
+
+def files_of(lines: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, is_file, text in (line.partition(" << ") for line in lines):
+        if is_file:
+            count, _, line = text.partition(" ") if text.split(" ")[0].isdigit() else ("1", "", text)
+            found[name] = found.get(name, "") + int(count) * f"{line}\n"
+    return found
 
 
 def changes_of(line: str) -> list[tuple[str, str]]:
-    if line.startswith(("! ", "~ ")):
+    if line.startswith(("! ", "~ ", "= ")) or " << " in line:
         return []
     if line in ("sky", "no rehearsal"):
         return [NO_REHEARSAL, *([SKY] if line == "sky" else [])]
@@ -65,16 +90,44 @@ def test_each_change_is_reported_with_line_and_key(
     furnish(tmp_path)
     (tmp_path / "prompts.py").write_text(PROMPTS)
     (tmp_path / "math.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+    for name, content in case.files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
     (tmp_path / "run.yaml").write_text(changed(*case.changes))
     monkeypatch.chdir(tmp_path)
     try:
-        said = [f"~ {notice}" for notice in load(Path("run.yaml"), lambda: case.gpus, now=lambda: NOW_S).notices]
+        loaded = load(Path("run.yaml"), lambda: case.gpus, now=lambda: NOW_S)
+        said = [f"~ {notice}" for notice in loaded.notices]
         assert schema_problems(Path("run.yaml")) == []
+        check_read(case, loaded.spec, tmp_path)
     except ConfigError as error:
         said = [f"! {line}" for line in str(error).splitlines()]
         assert len(error.problems) == len(said)  # noqa: PT017  # either is an outcome
-    told = [line.replace("run.yaml:", "", 1).replace(str(tmp_path), "{folder}") for line in said]
+    lines = [line.replace("run.yaml:", "", 1).replace(str(tmp_path), "{folder}") for line in said]
+    told = [line.replace(str(tmp_path.parent), "{parent}") for line in lines]
     assert told == case.said
+
+
+def check_read(case: Case, spec: RunSpec, folder: Path) -> None:
+    """Compare each value that the case names; of a mapping, the keys that it names."""
+    for line in case.read:
+        name, _, value = line.partition(": ")
+        places = {"{folder}": folder, "{parent}": folder.parent, "{home}": Path.home()}
+        for word, place in places.items():
+            value = value.replace(word, str(place))
+        found = msgspec.json.decode(msgspec.json.encode(spec))
+        for part in name.split("."):
+            found = found.get(part)
+        assert contains(found, json.loads(value)), (name, found)
+
+
+def contains(found: Any, part: Any) -> bool:
+    if isinstance(part, list):
+        return len(found) == len(part) and all(map(contains, found, part))
+    if isinstance(part, dict):
+        return all(contains(found.get(key), value) for key, value in part.items())
+    return bool(found == part)
 
 
 @pytest.mark.parametrize(
@@ -175,42 +228,3 @@ def test_cloud_machines_get_nothing_from_outside_the_folder(tmp_path: Path) -> N
         f"{run_yaml}:5: trainer.model: ./a/../../model {why}",
         f"{run_yaml}:6: trainer.dataset[1]: ../prompts.jsonl {why}",
     ]
-
-
-def test_plain_folder_named_like_a_package_hides_nothing(tmp_path: Path) -> None:
-    furnish(tmp_path)
-    (tmp_path / "grpo_orch").mkdir()
-    (tmp_path / "run.yaml").write_text(VALID.replace("rewards.digit_share", "grpo_orch.rewards.gsm8k_reward"))
-    load_spec(tmp_path / "run.yaml")
-
-
-def test_maximum_of_replicas_is_the_minimum_if_it_is_null(tmp_path: Path) -> None:
-    furnish(tmp_path)
-    (tmp_path / "run.yaml").write_text(VALID.replace("replicas: 2", "replicas: {min: 2, max: null}"))
-    replicas = load_spec(tmp_path / "run.yaml").rollout.replicas
-    assert (replicas.min, replicas.max) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("made", "says"),
-    [
-        (["json.py"], "json.py hides Python's `json`; rename it"),
-        (["datasets.py"], "datasets.py hides the library `datasets`; rename it"),
-        (["grpo_orch/__init__.py"], "grpo_orch hides this project's `grpo_orch`; rename it"),
-        (
-            ["json.py", "trl.py", "tasks.py", "policies/__init__.py", "checkpoint.py", "utils.py"],
-            "json.py hides Python's `json`, trl.py hides the library `trl`; rename them",
-        ),
-    ],
-)
-def test_modules_that_shadow_others_are_named(tmp_path: Path, made: list[str], says: str) -> None:
-    furnish(tmp_path)
-    for name in ("test.py", "datasets/rows.jsonl", *made):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "run.yaml").write_text(VALID)
-    with pytest.raises(ConfigError) as caught:
-        load_spec(tmp_path / "run.yaml")
-    (problem,) = caught.value.problems
-    assert problem.key == "trainer"
-    assert problem.message == f"modules in the folder of this file: {says}"

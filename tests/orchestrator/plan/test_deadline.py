@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_orch.orchestrator.plan.gather import plan_deadline
@@ -9,15 +11,8 @@ from grpo_orch.orchestrator.plan.model import DeadlinePlan
 from grpo_orch.orchestrator.views.plan import deadline_words
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.fleet.deadline import BOOT_S
-from grpo_orch.policies.model.spec import (
-    Dataset,
-    FleetPolicy,
-    PoliciesSpec,
-    Replicas,
-    RolloutSpec,
-    RunSpec,
-    TrainerSpec,
-)
+from grpo_orch.policies.model.spec import FleetPolicy, RunSpec
+from tests.stand_ins.world import spec as run_spec
 
 NOW_S = 1764500000.0  # 2025-11-30 10:53 UTC
 DEADLINE_S = 1764525600.0  # 18:00, 25,600 s later
@@ -25,14 +20,7 @@ SHAPE = StepShape(60.0, 120.0)
 
 
 def spec(steps: int, deadline: str | None = "2025-11-30T18:00:00Z") -> RunSpec:
-    return RunSpec(
-        name="sim",
-        storage="memory://sim",
-        trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",)),
-        grpo={"max_steps": steps},
-        rollout=RolloutSpec(replicas=Replicas(min=1, max=8)),
-        policies=PoliciesSpec(fleet=FleetPolicy(deadline=deadline)),
-    )
+    return replace(run_spec(8, fleet=FleetPolicy(deadline=deadline)), grpo={"max_steps": steps})
 
 
 @pytest.mark.parametrize(

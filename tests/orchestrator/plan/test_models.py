@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.plan.prices import PriceBook
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.weights.disks import ModelSize
-from tests.generators.model_configs import CONFIGS, put_in_cache
+from tests.generators.model_configs import CONFIGS, QWEN_3_30B_A3B, put_in_cache
 from tests.orchestrator.plan.recipes import size_of, spec_of
 
 NAME = "Qwen/Qwen2.5-32B-Instruct"
@@ -137,20 +137,8 @@ def test_hub_is_asked_once() -> None:
     assert kept(spec) is kept(spec)
 
 
-def test_parameters_that_a_token_passes() -> None:
-    """Qwen2.5-32B has a head beside its embedding; Mixtral takes two of eight experts: 12.9 of 46.7 billion, its
-    embedding of 0.13 not among them."""
+def test_active_parameters_exclude_embedding_and_idle_experts() -> None:
+    """Qwen2.5-32B has a head beside its embedding. Of Qwen3-30B-A3B's 3.35 billion, 0.31 are the embedding."""
     shape = shape_of(CONFIGS[NAME])
     assert active_params(shape) == shape.params - 152_064 * 5120
-    mixtral = {
-        "model_type": "mixtral",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": 32000,
-    }
-    assert active_params(shape_of(mixtral)) == pytest.approx(12.88e9 - 0.13e9, rel=0.005)
+    assert active_params(shape_of(QWEN_3_30B_A3B)) == pytest.approx(3.35e9 - 0.31e9, rel=0.005)

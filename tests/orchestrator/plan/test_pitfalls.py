@@ -27,10 +27,7 @@ def seen(spec: RunSpec, **config: Any) -> pitfalls.PlannedRun:
         return size_of(one, {**CONFIGS[one.trainer.model], **config})
 
     plan = make_plan(spec, sizes, by_catalog(spec, lambda _: PRICES))
-    model = find_model(spec, sizes)
-    return pitfalls.PlannedRun(
-        spec, model, plan.trainer, plan.rollout, plan.syncs, plan.step, plan.lost, plan.money
-    )
+    return pitfalls.PlannedRun(spec, find_model(spec, sizes), plan)
 
 
 def grpo(**changes: Any) -> Change:
@@ -104,7 +101,7 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
     ),
     pitfalls.heads_not_divisible: of_32b(
         (
-            rollout(vllm={"tensor_parallel_size": 16}),
+            rollout(vllm={"tensor-parallel-size": 16}),
             "rollout.vllm.tensor-parallel-size",
             "40 attention heads are not divisible by 16; expected one of 1, 2, 4, 5, 8, 10",
         )
@@ -166,8 +163,8 @@ def test_float32_weights_lose_no_update_in_bfloat16(kind: str) -> None:
 def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     told = seen(budget(usd=50.0)(spec_of("qwen-32b")))
     (warned,) = pitfalls.budget_too_small(told)
-    assert told.step is not None
-    assert f"stops at about step {int(50 / (6.06 * told.step.step_s / 3600))};" in warned.message
+    assert told.plan.step is not None
+    assert f"stops at about step {int(50 / (6.06 * told.plan.step.step_s / 3600))};" in warned.message
 
 
 def test_quantised_model_is_reported_and_memory_not_guessed() -> None:
@@ -175,7 +172,7 @@ def test_quantised_model_is_reported_and_memory_not_guessed() -> None:
     told = seen(spec, **awq)
     assert [one.key for one in pitfalls.quantised_model(told)] == ["trainer.model"]
     assert not list(pitfalls.quantised_model(seen(spec)))
-    assert (told.model.shape, told.trainer.memory) == (None, {})
+    assert (told.model.shape, told.plan.trainer.memory) == (None, {})
     assert "quantised" in told.model.unknown
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
     assert not list(pitfalls.quantised_model(seen(alone, **awq)))  # where the trainer generates it may be

@@ -12,6 +12,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds import CloudMissing
 from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import PriceList
+from grpo_orch.orchestrator.plan.model import Prices
 from grpo_orch.orchestrator.plan.prices import (
     by_catalog,
     by_offers,
@@ -22,9 +23,8 @@ from grpo_orch.orchestrator.plan.prices import (
 )
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import Prices as Rehearsed
-from grpo_orch.policies.model.spec import Rehearsal, RunSpec
+from grpo_orch.policies.model.spec import Rehearsal, RehearsedPrices, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import PRICES, price, spec_of
 
 LISTED = replace(
@@ -118,7 +118,7 @@ def test_offers_are_on_the_market_they_are_listed_for() -> None:
 
 
 def test_a_rehearsals_prices() -> None:
-    priced = Rehearsal(rollout_prices=Rehearsed(on_demand_usd_per_h=3.5, spot_usd_per_h=1.2))
+    priced = Rehearsal(prices=RehearsedPrices(rollout=Rehearsed(on_demand_usd_per_h=3.5, spot_usd_per_h=1.2)))
     spec = replace(spec_of("math-two-gpus"), rehearse=priced)
     assert by_rehearsal(spec).of(Role.ROLLOUT) == Prices(3.5, 1.2)
     assert by_rehearsal(spec_of("math-two-gpus")).of(Role.ROLLOUT) == Prices()
@@ -142,7 +142,7 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
         ("s3://bucket/run", {"endpoint": "https://s3.us-east-2.amazonaws.com"}, Location("aws", "us-east-2")),
         ("s3://bucket/run", {"endpoint": "https://x.r2.cloudflarestorage.com", "region": "auto"}, Location("r2")),
         ("s3://bucket/run", {"endpoint": "https://minio.example"}, Location("")),
-        ("s3://bucket/run", {}, Location("aws")),
+        ("s3://bucket/run", {}, Location("aws", "us-west-2")),
         ("gs://bucket/run", {}, Location("gcp")),
         ("memory://run", {}, Location("local")),
     ],
@@ -150,15 +150,8 @@ def test_clouds_are_in_the_order_of_their_price_on_a_market() -> None:
 def test_stores_place_follows_its_url_and_options(
     url: str, options: dict[str, str], place: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
     store = Store("memory://place", options={})
     store.url, store.options = url, dict(options)
     assert store_place(store) == place
-
-
-def test_the_environment_names_a_region_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_REGION", "us-west-2")
-    store = Store("memory://place", options={})
-    store.url = "s3://bucket/run"
-    assert store_place(store) == Location("aws", "us-west-2")

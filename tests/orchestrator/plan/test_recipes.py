@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from rich.console import Console
 
 from grpo_orch.checkpoint.records.metrics import StepTiming
 from grpo_orch.orchestrator.plan.gather import make_plan
-from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, to_json
+from grpo_orch.orchestrator.plan.model import Cost, MachinePlan, Plan, Prices, to_json
 from grpo_orch.orchestrator.plan.prices import PriceBook
 from grpo_orch.orchestrator.plan.steps import Measured
 from grpo_orch.orchestrator.views.plan import render
@@ -19,14 +20,25 @@ from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.model.spec import Replicas, RunSpec
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.memory import GIB
-from grpo_orch.policies.sizing.money import Prices
 from tests.orchestrator.plan.recipes import plan_of, size_of, spec_of
+
+T = TypeVar("T")
 
 
 def gib(machine: MachinePlan | None, part: str = "") -> float:
     """Of a part, or of all of them."""
-    assert machine is not None
-    return (machine.memory[part] if part else machine.memory_bytes or 0) / GIB
+    held = there(machine)
+    return (held.memory[part] if part else held.memory_bytes or 0) / GIB
+
+
+def there(value: T | None) -> T:
+    assert value is not None
+    return value
+
+
+def used(plan: Plan) -> Cost:
+    (cost,) = [way.cost for way in plan.money if way.used]
+    return there(cost)
 
 
 def test_32b_with_an_adapter_on_one_h200() -> None:
@@ -37,9 +49,8 @@ def test_32b_with_an_adapter_on_one_h200() -> None:
     assert (plan.trainer.gpu, plan.trainer.fits) == ("H200", True)
     assert gib(plan.trainer, "weights") == gib(plan.rollout, "weights") == pytest.approx(61.0, abs=0.1)
     assert gib(plan.trainer, "adapter") == pytest.approx(2.0, abs=0.05)
-    used = next(one for one in plan.syncs if one.used)
-    assert (used.form, used.size_bytes) == ("adapter", 536_870_912 * 2)
-    assert used.seconds[10] < 5 < plan.syncs[1].seconds[10] < 20 < 110 < plan.syncs[0].seconds[10]
+    assert (there(plan.sync).form, there(plan.sync).size_bytes) == ("adapter", 536_870_912 * 2)
+    assert there(plan.sync).seconds[10] < 5
     fitting = {one.gpu: (one.trainer_gpus, one.rollout_gpus) for one in plan.kinds}
     assert fitting["H200"] == fitting["B200"] == (1, 1)
     assert not {"L4", "A10G", "L40S"} & fitting.keys()
@@ -50,21 +61,16 @@ def test_its_step_and_how_many_nodes_pay() -> None:
     """Reading 65.5 GB 512 times at 0.7 of 4.8 TB/s is 10 s, whoever reads; of what is beside it, keys and values
     of 64 sequences, and their prompts, a second node takes half."""
     plan = plan_of(spec_of("qwen-32b"))
-    assert plan.step is not None
-    assert plan.step.generate_s == pytest.approx(12, abs=1.0)
-    assert plan.step.train_s == pytest.approx(
+    assert there(plan.step).generate_s == pytest.approx(12, abs=1.0)
+    assert there(plan.step).train_s == pytest.approx(
         (10 * 32e9 + 6 * 4 * 1024 * 5120 * 64) * 64 * 1024 / (0.3 * 989e12), rel=0.005
     )
-    assert plan.step.source == "estimated"
-    assert plan.nodes is not None
-    assert plan.nodes.best == plan.bought == 1
-    assert plan.nodes.exact is not None
-    assert plan.nodes.exact < 1
-    (one, _, one_usd), (two, _, two_usd) = plan.nodes.steps
+    assert there(plan.step).source == "estimated"
+    assert there(plan.nodes).best == plan.bought == 1
+    assert there(there(plan.nodes).exact) < 1
+    (one, _, one_usd), (two, _, two_usd) = there(plan.nodes).steps
     assert (one, two) == (1, 2)
-    assert one_usd is not None
-    assert two_usd is not None
-    assert one_usd < two_usd
+    assert there(one_usd) < there(two_usd)
 
 
 def test_its_dollars_on_each_market() -> None:
@@ -72,19 +78,15 @@ def test_its_dollars_on_each_market() -> None:
     plan = plan_of(spec_of("qwen-32b"))
     ways = {one.name: one.cost.usd_per_h for one in plan.money if one.cost is not None}
     assert ways == pytest.approx({"all on demand": 7.92, "rollout on spot": 6.06, "all on spot": 4.20})
-    used = next(one for one in plan.money if one.used)
-    assert used.name == "rollout on spot"
-    assert used.cost is not None
-    assert plan.step is not None
-    assert used.cost.usd_per_day == pytest.approx(24 * 6.06)
-    assert used.cost.to_end_usd == pytest.approx(6.06 * 1000 * plan.step.step_s / 3600)
-    assert plan.usd_per_step == pytest.approx(6.06 * plan.step.step_s / 3600)
-    tokens = plan.step.completions * plan.step.completion_tokens
-    assert plan.usd_per_million_tokens == pytest.approx(6.06 * plan.step.step_s / 3600 / tokens * 1e6)
+    assert [one.name for one in plan.money if one.used] == ["rollout on spot"]
+    assert used(plan).usd_per_day == pytest.approx(24 * 6.06)
+    assert used(plan).to_end_usd == pytest.approx(6.06 * 1000 * there(plan.step).step_s / 3600)
+    assert plan.usd_per_step == pytest.approx(6.06 * there(plan.step).step_s / 3600)
+    tokens = there(plan.step).completions * there(plan.step).completion_tokens
+    assert plan.usd_per_million_tokens == pytest.approx(6.06 * there(plan.step).step_s / 3600 / tokens * 1e6)
     assert plan.disks_usd_per_h > 0
-    assert plan.lost is not None
-    assert plan.lost.max_s == pytest.approx(50 * (plan.step.train_s or 0))
-    assert plan.lost.step_usd == pytest.approx(6.06 * plan.lost.step_s / 3600)
+    assert there(plan.lost).max_s == pytest.approx(50 * (there(plan.step).train_s or 0))
+    assert there(plan.lost).step_usd == pytest.approx(6.06 * there(plan.lost).step_s / 3600)
     kinds = {one.gpu: one for one in plan.kinds}
     assert [one.cloud for one in kinds["H200"].trainer_prices] == ["aws", "gcp"]
     assert [one.cloud for one in kinds["H200"].rollout_prices] == ["gcp", "aws"]
@@ -122,23 +124,10 @@ def test_machine_named_by_type_has_the_gpus_of_the_catalog() -> None:
         assert planned is not None
         assert (planned.gpu, planned.gpus, planned.gpu_is_named) == ("H200", 8, True)
         assert planned.prices == Prices(31.0, 14.0)
-    assert plan.step is not None
-    one = plan_of(spec).step
-    assert one is not None
-    assert plan.step.train_s == one.train_s, "as many processes train as without the list"
-    assert not [line for line in plan.unknown if line.startswith("prices of")]
-
-
-def test_the_machines_memory_is_that_of_all_its_engines() -> None:
-    spec = spec_of("qwen-32b")
-    one, eight, four = (
-        plan_of(
-            replace(spec, rollout=replace(spec.rollout, vllm=vllm, resources={"accelerators": f"H200:{gpus}"}))
-        )
-        for gpus, vllm in ((1, {}), (8, {}), (8, {"tensor-parallel-size": 2}))
+    assert there(plan.step).train_s == there(plan_of(spec).step).train_s, (
+        "as many processes train as without the list"
     )
-    held = [plan.rollout.host["processes"] for plan in (one, eight, four) if plan.rollout is not None]
-    assert [each / held[0] for each in held] == [1, 8, 4 * 3 / 2]  # a server and a process for each GPU
+    assert not [line for line in plan.unknown if line.startswith("prices of")]
 
 
 def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
@@ -149,7 +138,7 @@ def test_a_full_1_5b_fits_80_gb_and_no_card_of_24() -> None:
     fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
     assert fitting["A100-80GB"] == fitting["H100"] == 1
     assert all(fitting.get(name) is None for name in ("L4", "A10G", "RTX4090"))
-    assert next(one for one in plan.syncs if one.used).form == "delta"
+    assert there(plan.sync).form == "delta"
     assert not any(one.cost is not None and one.cost.usd_per_h for one in plan.money)
 
 
@@ -158,9 +147,7 @@ def test_adapter_of_1_5b_with_cpu_optimizer_fits_an_l4() -> None:
     assert plan.trainer.fits
     assert "optimizer" not in plan.trainer.memory
     assert plan.trainer.host
-    used = next(one.cost for one in plan.money if one.used)
-    assert used is not None
-    assert used.usd_per_h == pytest.approx(0.70 + 0.30)
+    assert used(plan).usd_per_h == pytest.approx(0.70 + 0.30)
 
 
 def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
@@ -168,9 +155,10 @@ def test_llama_with_an_eight_bit_optimizer_fits_a_card_of_24_gb() -> None:
     fitting = {one.gpu: one.trainer_gpus for one in plan.kinds}
     assert fitting["RTX3090"] == fitting["RTX4090"] == 1
     assert gib(plan.trainer, "optimizer") < 0.6 * gib(plan.trainer, "weights")
-    assert (plan.rollout, plan.syncs, plan.nodes) == (None, (), None)
-    assert plan.step is not None
-    assert plan.step.generate_s == pytest.approx(256 * 16 * 0.001, rel=0.1)  # each layer of each token is started
+    assert (plan.rollout, plan.sync, plan.nodes) == (None, None, None)
+    assert there(plan.step).generate_s == pytest.approx(
+        256 * 16 * 0.001, rel=0.1
+    )  # each layer of each token is started
 
 
 def test_many_nodes_pay_if_generation_dominates() -> None:
@@ -179,10 +167,9 @@ def test_many_nodes_pay_if_generation_dominates() -> None:
     long = replace(spec, grpo=grpo | {"max_completion_length": 3500})
     wide = replace(long, rollout=replace(long.rollout, replicas=Replicas(min=1, max=16)))
     plan = plan_of(wide)
-    assert plan.nodes is not None
-    assert 1 <= plan.nodes.best == plan.bought <= 16
-    cheapest = min(plan.nodes.steps, key=lambda one: one[2] or 0)
-    assert cheapest[0] == plan.nodes.best
+    assert 1 <= there(plan.nodes).best == plan.bought <= 16
+    cheapest = min(there(plan.nodes).steps, key=lambda one: one[2] or 0)
+    assert cheapest[0] == there(plan.nodes).best
 
 
 def test_measured_log_replaces_estimates() -> None:
@@ -190,23 +177,21 @@ def test_measured_log_replaces_estimates() -> None:
     timing = StepTiming(70.0, 50.0, 20.0, 0.0, trainer_idle_s=50.0, fleet_idle_s=20.0)
     log = Measured(steps=40, step_s=70.0, timing=timing, shape=shape, completion_tokens=300.0, sent_share=0.02)
     plan = plan_of(spec_of("qwen-32b"), log)
-    assert plan.step is not None
-    assert (plan.step.source, plan.step.step_s) == ("measured", 70.0)
-    assert (plan.step.generate_s, plan.step.train_s, plan.step.completion_tokens) == (50.0, 20.0, 300.0)
+    assert (there(plan.step).source, there(plan.step).step_s) == ("measured", 70.0)
+    assert (there(plan.step).generate_s, there(plan.step).train_s, there(plan.step).completion_tokens) == (
+        50.0,
+        20.0,
+        300.0,
+    )
     assert plan.hours == pytest.approx(1000 * 70 / 3600)
-    assert plan.lost is not None
-    assert plan.lost.step_s == 20.0
-    assert plan.nodes is not None
-    assert [step_s for _, step_s, _ in plan.nodes.steps] == [120.0, 70.0]
-    assert plan.nodes.exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
+    assert there(plan.lost).step_s == 20.0
+    assert [step_s for _, step_s, _ in there(plan.nodes).steps] == [120.0, 70.0]
+    assert there(plan.nodes).exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
     # The adapter travels: what was measured of deltas is no word on it.
-    assert all(one.source == "estimated" for one in plan.syncs)
+    assert there(plan.sync).source == "estimated"
     plain = plan_of(spec_of("math-two-gpus"), replace(log, timing=None, shape=None))
-    delta = next(one for one in plain.syncs if one.used)
-    assert (delta.share, delta.source) == (0.02, "measured")
-    assert plain.step is not None
-    assert plain.step.generate_s is not None
-    assert 0 < plain.step.generate_s < 70
+    assert (there(plain.sync).share, there(plain.sync).source) == (0.02, "measured")
+    assert 0 < there(there(plain.step).generate_s) < 70
 
 
 def overlap_of(plan: Plan) -> str | None:
@@ -224,15 +209,17 @@ def test_plan_shows_the_gain_of_overlap() -> None:
     stale = replace(spec, rollout=replace(spec.rollout, max_staleness=2))
     overlapped = Measured(steps=40, step_s=20.0, timing=StepTiming(20.0, 18.0, 12.0, 1.0, 7.0, 1.0, 2.0))
     plan = plan_of(stale, overlapped)
-    assert plan.step is not None
-    assert (plan.step.train_s, plan.step.sequential_s, plan.step.overlapped_s) == (12.0, 31.0, 19.0)
+    assert (there(plan.step).train_s, there(plan.step).sequential_s, there(plan.step).overlapped_s) == (
+        12.0,
+        31.0,
+        19.0,
+    )
     assert overlap_of(plan) == "with rollout.max_staleness: 2 a step takes 20 s instead of about 31 s"
-    estimated = plan_of(spec).step
-    assert estimated is not None
-    assert estimated.generate_s is not None
-    assert estimated.train_s is not None
+    estimated = there(plan_of(spec).step)
     assert estimated.sequential_s == pytest.approx(estimated.step_s)
-    assert estimated.overlapped_s == pytest.approx(estimated.step_s - min(estimated.generate_s, estimated.train_s))
+    assert estimated.overlapped_s == pytest.approx(
+        estimated.step_s - min(there(estimated.generate_s), there(estimated.train_s))
+    )
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
     assert overlap_of(plan_of(alone)) is None
 
@@ -250,7 +237,7 @@ def test_unavailable_machine_is_one_line_and_rest_is_planned() -> None:
     strange = make_plan(spec, lambda one: replace(size_of(one), config={"model_type": "mamba"}), PriceBook())
     assert strange.model.params == 32_763_876_352
     assert any("mamba" in line for line in strange.unknown)
-    assert next(one for one in strange.syncs if one.form == "all weights").size_bytes == 2 * 32_763_876_352
+    assert there(strange.sync).size_bytes == there(strange.sync).share * 2 * 32_763_876_352
     endless = replace(spec, grpo={name: value for name, value in spec.grpo.items() if name != "max_steps"})
     plan = plan_of(endless)
     assert plan.hours is None
@@ -270,10 +257,8 @@ def test_all_purchasable_resources_and_extras_are_priced() -> None:
     prices = {Role.TRAINER: Prices(3.96, 2.38), Role.ROLLOUT: Prices(4.40, 2.10)}
     book = PriceBook(prices, controller_usd_per_h=0.50)
     plan = make_plan(spec_of("qwen-32b"), size_of, book)
-    used = next(one.cost for one in plan.money if one.used)
-    assert used is not None
     assert plan.bought == 1
-    assert used.usd_per_h == pytest.approx(3.96 + 2.10 + 0.50)
+    assert used(plan).usd_per_h == pytest.approx(3.96 + 2.10 + 0.50)
     assert plan.max_usd_per_h == pytest.approx(3.96 + 2 * 2.10 + 0.50)
 
 
@@ -284,18 +269,15 @@ def test_spot_trainer_with_on_demand_nodes_is_its_own_plan() -> None:
         trainer=replace(spec.trainer, resources={"accelerators": "H200:1", "use_spot": True}),
         rollout=replace(spec.rollout, resources={"accelerators": "H200:1", "use_spot": False}),
     )
-    (used,) = (one for one in plan_of(bought).money if one.used)
-    assert used.cost is not None
-    assert used.name == "trainer on spot"
-    assert used.cost.usd_per_h == pytest.approx(2.10 + 3.96)
+    plan = plan_of(bought)
+    assert [one.name for one in plan.money if one.used] == ["trainer on spot"]
+    assert used(plan).usd_per_h == pytest.approx(2.10 + 3.96)
 
 
 def test_one_machine_has_gpus_of_one_kind() -> None:
     """An engine of 1.5B would fit a T4; beside it the trainer, which takes 30 GiB, has the same kind."""
     spec = spec_of("math-two-gpus")
     plan = plan_of(spec)
-    assert plan.rollout is not None
-    assert (plan.trainer.gpu, plan.rollout.gpu) == ("RTX5090", "RTX5090")
+    assert (plan.trainer.gpu, there(plan.rollout).gpu) == ("RTX5090", "RTX5090")
     apart = plan_of(replace(spec, cloud="sky"))
-    assert apart.rollout is not None
-    assert 0 < (apart.rollout.gpu_bytes or 0) < (apart.trainer.gpu_bytes or 0)
+    assert 0 < (there(apart.rollout).gpu_bytes or 0) < (apart.trainer.gpu_bytes or 0)

@@ -15,26 +15,16 @@ from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
 from grpo_orch.policies.weights.disks import ModelSize
-from tests.generators.model_configs import CONFIGS
+from tests.generators.model_configs import CONFIGS, QWEN_2_5_7B
 from tests.orchestrator.plan.recipes import spec_of
 
 S3 = Location("aws")
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 ZERO3 = {"deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "bf16": True}
 LORA = {"r": 64, "target_modules": "all-linear"}
-QWEN_7B = {
-    **CONFIGS["Qwen/Qwen2.5-1.5B-Instruct"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
 SIZES = {
     "1.5B": CONFIGS["Qwen/Qwen2.5-1.5B-Instruct"],
-    "7B": QWEN_7B,
+    "7B": QWEN_2_5_7B,
     "32B": CONFIGS["Qwen/Qwen2.5-32B-Instruct"],
 }
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.orchestrator.plan.machines import passes_of, prompt_tokens, window, work_of
-from grpo_orch.policies.model.spec import Replicas, RunSpec
+from grpo_orch.orchestrator.plan.machines import passes_of, prompt_tokens, work_of
+from grpo_orch.policies.model.spec import Replicas, RolloutSpec, RunSpec
+from grpo_orch.policies.sizing.training import batches_per_generation
 from tests.orchestrator.plan.recipes import spec_of
 
 
@@ -17,20 +18,18 @@ def run(**grpo: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    ("grpo", "of_window", "generated", "trained", "prompts"),
+    ("grpo", "batches", "generated", "trained", "prompts"),
     [
-        ({}, (8, 1), 8, 8, 1),
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, (32, 8), 32, 32, 4),
-        ({"gradient_accumulation_steps": 2, "num_iterations": 4}, (16, 2), 4, 16, 0.5),
-        ({"generation_batch_size": 64, "num_generations": 16}, (64, 8), 8, 8, 0.5),
-        ({"steps_per_generation": 4}, (32, 4), 8, 8, 1),
+        ({}, 1, 8, 8, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}, 8, 32, 32, 4),
+        ({"gradient_accumulation_steps": 2, "num_iterations": 4}, 2, 4, 16, 0.5),
+        ({"generation_batch_size": 64, "num_generations": 16}, 8, 8, 8, 0.5),
+        ({"steps_per_generation": 4}, 4, 8, 8, 1),
     ],
 )
-def test_a_step(
-    grpo: dict[str, Any], of_window: tuple[int, int], generated: float, trained: float, prompts: float
-) -> None:
+def test_a_step(grpo: dict[str, Any], batches: int, generated: float, trained: float, prompts: float) -> None:
     work = work_of(run(**grpo))
-    assert window(run(**grpo)) == of_window
+    assert batches_per_generation(run(**grpo)) == batches
     assert (work.generated, work.trained, work.prompts) == (generated, trained, prompts)
 
 
@@ -40,12 +39,22 @@ def test_eight_processes_make_eight_times_as_many() -> None:
     assert work_of(wide).trained == 64
 
 
-def test_prompts_are_cut_to_the_engines_context() -> None:
-    spec = run(max_completion_length=3900)
-    assert prompt_tokens(spec) == 196
-    assert prompt_tokens(run(max_completion_length=100)) == 512
-    alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
-    assert prompt_tokens(alone) == 512
+@pytest.mark.parametrize(
+    ("context", "completion", "tokens"),
+    [
+        (4096, 3900, 196),
+        (4096, 100, 512),
+        ("4k", 3900, 100),
+        ("4K", 3900, 196),
+        ("auto", 3900, 512),  # vLLM chooses
+        (-1, 3900, 512),
+    ],
+)
+def test_prompts_are_cut_to_the_engines_context(context: object, completion: int, tokens: int) -> None:
+    spec = run(max_completion_length=completion)
+    assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max-model-len": context}))) == tokens
+    alone = RolloutSpec(replicas=Replicas(min=0, max=0), vllm={"max-model-len": context})
+    assert prompt_tokens(replace(spec, rollout=alone)) == 512
 
 
 def test_flops_computed_for_each_token() -> None:
@@ -58,15 +67,3 @@ def test_flops_computed_for_each_token() -> None:
     assert passes_of(replace(alone, grpo={"steps_per_generation": 4})).old
     whole = replace(alone, trainer=replace(alone.trainer, peft=None), grpo={"gradient_checkpointing": False})
     assert passes_of(whole).flops_per_param == 6
-
-
-def test_a_context_in_vllms_short_form() -> None:
-    spec = run(max_completion_length=3900)
-    for short, tokens in (("4k", 100), ("4K", 196)):
-        assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max_model_len": short}))) == tokens
-
-
-@pytest.mark.parametrize("length", ["auto", -1])
-def test_a_context_that_vllm_chooses_shortens_no_prompt(length: object) -> None:
-    spec = run()
-    assert prompt_tokens(replace(spec, rollout=replace(spec.rollout, vllm={"max-model-len": length}))) == 512

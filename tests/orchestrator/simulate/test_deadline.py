@@ -13,16 +13,9 @@ from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Physics
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace
 from grpo_orch.orchestrator.simulate.simulation import COARSE, ON_DEMAND, Simulation
 from grpo_orch.policies.model.reports import DEADLINE
-from grpo_orch.policies.model.spec import (
-    Dataset,
-    FleetPolicy,
-    PoliciesSpec,
-    Replicas,
-    RolloutSpec,
-    RunSpec,
-    TrainerSpec,
-)
+from grpo_orch.policies.model.spec import FleetPolicy, RunSpec
 from grpo_orch.policies.model.vocabulary import RunPhase
+from tests.stand_ins.world import spec as run_spec
 
 NODES, STEPS = 6, 50
 SLACK = 1.2  # times what all on demand takes
@@ -34,14 +27,7 @@ SEEDS = 10
 
 def spec(deadline_s: float | None = None) -> RunSpec:
     at = None if deadline_s is None else f"{datetime.fromtimestamp(EPOCH_S + deadline_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    return RunSpec(
-        name="sim",
-        storage="sim://run",
-        trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("r.f",)),
-        grpo={},
-        rollout=RolloutSpec(replicas=Replicas(min=1, max=NODES)),
-        policies=PoliciesSpec(fleet=FleetPolicy(deadline=at)),
-    )
+    return run_spec(NODES, fleet=FleetPolicy(deadline=at))
 
 
 def lived(policy: str, run: RunSpec, trace: MarketTrace, seed: int = 0) -> Simulation:

@@ -111,36 +111,27 @@ def test_step_is_of_the_progress_bar_next_to_the_dictionary(every: int, evaluate
     assert all(values["kl"] == step / 1000 for step, values in found.items())
 
 
-def test_bar_on_its_own_line_counts() -> None:
-    lines = "".join(f"{{'kl': 0.1}}\n  3%|▎   | {step}/90 [01:00<10:00]\n" for step in (30, 60, 90))
-    assert list(points(lines)) == [30, 60, 90]
+BAR = "{{'kl': 0.1}}\n  3%|▎   | {step}/300 [01:00<10:00]\n"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        BAR,
+        "Step 1, add them\n" + BAR,  # in a completion
+        "\rscoring: 50%|▎   | {scored}/900 [00:00<00:01]\r100%|███| 8/8 [00:00<00:00]\r" + BAR,
+    ],
+)
+def test_bar_below_its_row_counts_among_others(row: str) -> None:
+    loading = "Loading checkpoint shards: 100%|███| 2/2 [00:01<00:00]\n"
+    steps = range(5, 45, 5)
+    text = loading + "".join(row.format(step=step, scored=10 * step) for step in steps)
+    assert list(points(text)) == list(steps)
 
 
 def test_a_resumed_run_is_numbered_from_where_it_went_on() -> None:
     text = "".join([*shown(range(1, 61), 10), "\nTraceback: preempted\n", *shown(range(41, 101), 10)])
     assert list(points(text)) == list(range(10, 101, 10))
-
-
-def test_other_bars_are_no_steps() -> None:
-    loading = "Loading checkpoint shards: 100%|███| 2/2 [00:01<00:00]\n"
-    text = loading + "".join(
-        f"\rscoring: 50%|▎   | {50 * step}/900 [00:00<00:01]\r100%|███| 8/8 [00:00<00:00]\r{{'kl': 0.1}}\n"
-        f"\r  3%|▎   | {5 * step}/300 [01:00<10:00]"
-        for step in range(1, 9)
-    )
-    assert list(points(text)) == [5 * step for step in range(1, 9)]
-
-
-def test_steps_in_completions_do_not_hide_the_bars() -> None:
-    text = "".join(
-        f"Step 1, add them\n{{'kl': 0.1}}\n  3%|▎   | {step}/90 [01:00<10:00]\n" for step in (30, 60, 90)
-    )
-    assert list(points(text)) == [30, 60, 90]
-
-
-def test_a_log_that_was_written_in_blocks_is_counted() -> None:
-    bars = "".join(shown(range(1, 100), 1000))
-    assert list(points(bars + "{'kl': 0.1}\n" * 10 + bars)) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("characters", [0, 1, 30, 100, 10_000])

@@ -46,17 +46,17 @@ def test_a_file_and_its_folder_are_the_same_run(write: Callable[[Path, Rows], No
     (file,) = tmp_path.iterdir()
     for path in (file, tmp_path):
         (one,) = read_traces(path)
-        assert one.name == str(path)
-        assert [point.step for point in one.trace.points] == [step for step, _ in ROWS]
-        assert one.trace.points[1].values == {"kl": 1.25, "reward": 0.5, "eval_loss": 0.25}
+        assert one.run == ""
+        assert [point.step for point in one.points] == [step for step, _ in ROWS]
+        assert one.points[1].values == {"kl": 1.25, "reward": 0.5, "eval_loss": 0.25}
 
 
 def test_each_folder_of_a_folder_is_a_run(tmp_path: Path) -> None:
     write_simple(tmp_path / "runs" / "first", ROWS)
     write_simple(tmp_path / "runs" / "second", ROWS[:4])
     (tmp_path / "runs" / "notes.txt").write_text("no events")
-    found = {one.name: len(one.trace.points) for one in read_traces(tmp_path)}
-    assert found == {f"{tmp_path}#runs/first": 20, f"{tmp_path}#runs/second": 4}
+    found = {one.run: len(one.points) for one in read_traces(tmp_path)}
+    assert found == {"runs/first": 20, "runs/second": 4}
 
 
 def test_a_restart_adds_a_file_to_its_runs_folder(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_restart_adds_a_file_to_its_runs_folder(tmp_path: Path) -> None:
     (again,) = (tmp_path / "b").iterdir()
     again.rename(tmp_path / "a" / "events.out.tfevents.9999999999.host.1.0")
     (one,) = read_traces(tmp_path)
-    assert {point.step: point.values["kl"] for point in one.trace.points} == {
+    assert {point.step: point.values["kl"] for point in one.points} == {
         step: step / 8 if step < 50 else 9.0 for step in range(5, 121, 5)
     }
 
@@ -75,9 +75,9 @@ def test_a_file_that_was_cut_off_is_read_to_where_it_is_whole(
 ) -> None:
     write_simple(tmp_path, [*ROWS, (105, {"train/kl": math.nan})])
     (file,) = tmp_path.iterdir()
-    assert read_traces(file)[0].trace.points[-1].values == {"kl": None}
+    assert read_traces(file)[0].points[-1].values == {"kl": None}
     file.write_bytes(file.read_bytes()[:-7])
-    assert [point.step for point in read_traces(file)[0].trace.points] == [step for step, _ in ROWS]
+    assert [point.step for point in read_traces(file)[0].points] == [step for step, _ in ROWS]
     assert capfd.readouterr() == ("", "")
 
 

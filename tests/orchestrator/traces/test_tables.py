@@ -18,10 +18,7 @@ def told(text: str, folder: Path) -> Told:
     """Of each run, by what comes after the file's name, its points."""
     path = folder / "export.csv"
     path.write_text(text)
-    return {
-        one.name.removeprefix(str(path)): {point.step: dict(point.values) for point in one.trace.points}
-        for one in read_traces(path)
-    }
+    return {one.run: {point.step: dict(point.values) for point in one.points} for one in read_traces(path)}
 
 
 def exported(axis: str, runs: Sequence[str], metric: str, rows: Sequence[Sequence[float | str]]) -> str:
@@ -49,8 +46,8 @@ def test_chart_minimum_and_maximum_are_not_its_metric(tmp_path: Path) -> None:
 def test_a_chart_of_several_runs_is_several_traces(tmp_path: Path) -> None:
     text = exported("Step", ["a - b", "lr 1e-6"], "train/kl", [(10, 0.1, 0.5), (20, 0.2, ""), (30, 0.3, 0.6)])
     assert told(text, tmp_path) == {
-        "#a - b": {10: {"kl": 0.1}, 20: {"kl": 0.2}, 30: {"kl": 0.3}},
-        "#lr 1e-6": {10: {"kl": 0.5}, 30: {"kl": 0.6}},
+        "a - b": {10: {"kl": 0.1}, 20: {"kl": 0.2}, 30: {"kl": 0.3}},
+        "lr 1e-6": {10: {"kl": 0.5}, 30: {"kl": 0.6}},
     }
 
 
@@ -66,7 +63,7 @@ def test_a_column_may_name_the_run(column: str, tmp_path: Path) -> None:
     text = f"timestamp,{column},step,train/kl\n" + "".join(
         f"t,{run},{at},0.{at}\n" for at in (1, 2) for run in "ab"
     )
-    assert told(text, tmp_path) == {f"#{run}": {1: {"kl": 0.1}, 2: {"kl": 0.2}} for run in "ab"}
+    assert told(text, tmp_path) == {run: {1: {"kl": 0.1}, 2: {"kl": 0.2}} for run in "ab"}
 
 
 def test_a_notebooks_table_has_tabs(tmp_path: Path) -> None:
@@ -80,16 +77,4 @@ def test_a_starts_end_is_an_empty_line(tmp_path: Path) -> None:
     rows = "".join(f"{step},500,0.01,0.5,300\n" for step in range(1, 6))
     again = "".join(f"{step},500,0.02,0.1,90,\n" for step in range(1, 4))
     found = told(f"step,total_steps,loss,reward_avg,avg_response_len\n{rows}\n{again}", tmp_path)
-    assert [(name, list(points)) for name, points in found.items()] == [("#1", [1, 2, 3, 4, 5]), ("#2", [1, 2, 3])]
-
-
-def test_metric_named_mean_is_read_as_its_base_metric(tmp_path: Path) -> None:
-    text = "update,reward_mean,policy_entropy_mean,completion_length_mean,reward_std_mean\n1,0.5,0.3,96,0.2\n"
-    assert (
-        told(text, tmp_path)[""][1].items()
-        >= {
-            "reward": 0.5,
-            "entropy": 0.3,
-            "completions/mean_length": 96.0,
-        }.items()
-    )
+    assert [(name, list(points)) for name, points in found.items()] == [("1", [1, 2, 3, 4, 5]), ("2", [1, 2, 3])]

@@ -31,7 +31,7 @@ def test_the_plan_of_the_32b_recipe() -> None:
     assert "weights 61.0 61.0" in told
     assert "fits fits" in told
     assert "rollout on spot 6.06 145.44" in "\n".join(told)
-    assert any(line.startswith("adapter (1.6 %) 1.07 ") and line.endswith("this run") for line in told)
+    assert any(line.startswith("new weights adapter, 1.07 GB (1.6 % of the weights), ") for line in told)
     assert "H200 140 1 x 3.96 aws 1 x 2.10 gcp spot" in told
     assert any(line.startswith("nodes best: 1 (n* = ") for line in told)
     assert any("estimated: generate" in line for line in told)

@@ -24,7 +24,7 @@ def problem(flags: dict[str, Any], completion: int, env: dict[str, str] | None =
     [
         ({"max-model-len": 513}, 512, ""),
         ({"max-model-len": 512}, 512, f"{ROOM}: 512 leaves no room for a prompt: {LENGTH} is 512"),
-        ({"max_model_len": "1K"}, 1024, f"{ROOM}: 1024 leaves no room for a prompt: {LENGTH} is 1024"),
+        ({"max-model-len": "1K"}, 1024, f"{ROOM}: 1024 leaves no room for a prompt: {LENGTH} is 1024"),
         ({"max-model-len": 2048}, 512, ""),
         ({"max-model-len": 2049}, 512, f"{ROOM}: 2049 exceeds the model's context, and vLLM does not start"),
         ({"max-model-len": "auto"}, 2047, ""),

@@ -69,13 +69,3 @@ def test_every_sixth_layer_of_gemma_3_looks_back_over_all() -> None:
     shape = shape_of({"model_type": "gemma3", "text_config": text})
     assert (shape.window, shape.windowed_layers) == (1024, 52)
     assert shape.params == pytest.approx(27.01e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("named", [None, 3, "x", [[0]], {"a": 1}])
-def test_dense_layers_that_are_no_numbers_make_no_layer_dense(named: object) -> None:
-    """config.json is anybody's."""
-    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size", "moe_intermediate_size"), 64)
-    config = {**sizes, "model_type": "qwen3_moe", "num_hidden_layers": 4, "vocab_size": 8, "num_experts": 8}
-    shape = shape_of({**config, "num_experts_per_tok": 2, "mlp_only_layers": named})
-    assert shape.experts is not None
-    assert shape.experts.layers == 4

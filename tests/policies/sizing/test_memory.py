@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.spec import AgentSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.sizing.engine import Engine, engine_memory
+from grpo_orch.policies.sizing.memory import host_memory, moments
 from grpo_orch.policies.sizing.shapes import shape_of
-from grpo_orch.policies.sizing.trainer import moments, trainer_memory
-from grpo_orch.policies.sizing.training import Lora, Training, adapter_params, lora_of, trained_params, training_of
+from grpo_orch.policies.sizing.training import (
+    Lora,
+    Training,
+    adapter_params,
+    lora_of,
+    own_generation_obstacle,
+    trained_params,
+    training_of,
+)
 from tests.generators import model_configs as known
 
 SHAPE = shape_of(known.QWEN_2_5_7B)
@@ -74,15 +82,8 @@ def test_data_parallel_processes_copy_the_gradients() -> None:
 
 def test_offloaded_states_are_in_the_machines_memory() -> None:
     away = Training(sharding="zero2", offloads_optimizer=True, **ZERO)
-    assert trainer_memory(SHAPE, away).host.parts["optimizer"] == 16 * SHAPE.params
-    assert "optimizer" not in trainer_memory(SHAPE, Training()).host.parts
-
-
-def test_full_32b_fits_no_gpu_and_an_adapter_fits_one() -> None:
-    whole = trainer_memory(LARGE, Training(accumulates=True))
-    adapter = Training(lora=Lora(64, ALL), weight_bytes=2, stored_bytes=2, completion_tokens=512)
-    assert whole.gpu.total_bytes > 16 * LARGE.params > 520 * GB
-    assert trainer_memory(LARGE, adapter).gpu.total_bytes < 100 * GB
+    assert host_memory(SHAPE, away).parts["optimizer"] == 16 * SHAPE.params
+    assert "optimizer" not in host_memory(SHAPE, Training()).parts
 
 
 def test_an_adapter_is_two_matrices_for_each_layer_that_it_is_on() -> None:
@@ -105,34 +106,6 @@ def test_modules_trained_with_adapter_cost_as_in_full_training() -> None:
         next(one for one in moments(SHAPE, Training(lora=lora)) if "head" in one.moment) for lora in (plain, ends)
     ]
     assert at[1].parts["logits"] - at[0].parts["logits"] == 4 * 152_064 * 3584
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        (r".*\.(q|v)_proj", {"q_proj", "v_proj"}),
-        (r".*\.self_attn\..*", {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        (r"model\.layers\.(2[0-9])\.mlp\.down_proj", {"down_proj"}),
-        ("q_proj", set()),  # the whole name has to match
-        ("(", set()),
-    ],
-)
-def test_targets_by_a_pattern(pattern: str, names: set[str]) -> None:
-    assert lora_of({"target_modules": pattern}, SHAPE) == Lora(8, frozenset(names))
-
-
-def test_four_times_longer_completion_keeps_logits_size() -> None:
-    parts = [
-        next(one for one in moments(SHAPE, Training(completion_tokens=length)) if "head" in one.moment).parts
-        for length in (1024, 4096)
-    ]
-    assert parts[0]["logits"] == parts[1]["logits"]
-    assert parts[0]["activations"] < parts[1]["activations"]
-
-
-def test_checkpoints_keep_one_hidden_state_a_layer() -> None:
-    few, all_ = (trainer_memory(SHAPE, Training(checkpointing=one, lora=Lora(8, ALL))) for one in (True, False))
-    assert 5 * few.gpu.parts["activations"] < all_.gpu.parts["activations"]
 
 
 def test_the_trainer_that_generates_keeps_a_cache() -> None:
@@ -215,6 +188,11 @@ def test_without_rollout_nodes_a_whole_window_is_made_at_once() -> None:
     grpo = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     assert training_of(spec_with(grpo, alone), SHAPE, 100).generation_sequences == 16
     assert training_of(spec_with(grpo), SHAPE, 100).generation_sequences == 0
+
+
+def test_agents_keep_the_trainer_from_generating() -> None:
+    assert "agents" in own_generation_obstacle(spec_with({}, agent=AgentSpec(run="my_agent.solve")))
+    assert own_generation_obstacle(spec_with({})) == ""
 
 
 @pytest.mark.parametrize(
