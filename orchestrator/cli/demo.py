@@ -21,7 +21,7 @@ from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds.local import NoNodeEnvironment, node_env_folder, node_python
 from grpo_orch.orchestrator.clouds.wheel import build_wheel, wheel_digest
 from grpo_orch.orchestrator.home import run_dir
-from grpo_orch.orchestrator.node_env import (
+from grpo_orch.orchestrator.node_installer import (
     Kind,
     Machine,
     NodeEnvFailed,

@@ -28,7 +28,7 @@ from grpo_orch.orchestrator.clouds.sky.cloud import zero_quota
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.orchestrator.config.load import load_spec, load_storage
 from grpo_orch.orchestrator.config.shorthand import Storage
-from grpo_orch.orchestrator.node_env import LOCKS
+from grpo_orch.orchestrator.node_installer import LOCKS
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass
 class InstallerStandIn:
-    """See `node_env.Machine`.
+    """See `node_installer.Machine`.
 
     `fails` and `interrupted` are words: the first program whose arguments contain one ends that way.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.node_env import (
+from grpo_orch.orchestrator.node_installer import (
     CPU,
     CUDA,
     LOCKS,

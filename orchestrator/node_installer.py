@@ -2,7 +2,7 @@
 
 A marker, written last, says what a complete environment was made of. An interrupted installation leaves none: the
 next one starts again, from uv's cache. Only the standard library is imported: the Makefile runs this file before
-any environment exists, as `python -m grpo_orch.orchestrator.node_env FOLDER EXTRAS`.
+any environment exists, as `python -m grpo_orch.orchestrator.node_installer FOLDER EXTRAS`.
 """
 
 from __future__ import annotations
