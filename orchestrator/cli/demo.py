@@ -23,7 +23,6 @@ from grpo_orch.orchestrator.clouds.wheel import build_wheel, wheel_digest
 from grpo_orch.orchestrator.home import run_dir
 from grpo_orch.orchestrator.node_installer import (
     Kind,
-    Machine,
     NodeEnvFailed,
     State,
     ThisMachine,
@@ -95,7 +94,7 @@ def prepare_folder(folder: Path) -> Path:
     return run_yaml
 
 
-def ensure_node_env(machine: Machine, *, yes: bool) -> None:
+def ensure_node_env(machine: ThisMachine, *, yes: bool) -> None:
     """Make or repair this machine's node environment if it has none that works, after asking. Raises Stop."""
     try:
         node_python()
