@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Metrics
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from grpo_orch.policies.ledger.accounting import abandoned, fault_costs
+from grpo_orch.policies.ledger.accounting import abandoned, fault_costs, journalled_faults
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
@@ -58,7 +58,7 @@ def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store)
     reader.refresh()
-    faults = run_faults(store, reader.history())
+    faults = run_faults(store, journalled_faults(reader.history()))
     marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(reader.rows, faults)]
     rollbacks = [rollback for rollback in reader.state.rollbacks if rollback.fork in reader.state.forks]
     starts = [rollback.fork.start_at for rollback in rollbacks]
