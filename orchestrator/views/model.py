@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
-from grpo_orch.orchestrator.views.formatting import duration, moment
+from grpo_orch.orchestrator.views.formatting import continue_command, duration, moment, start_words
 from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
@@ -30,7 +31,6 @@ class NodeView:
     reason: str
     market: Market
     policy: str | None
-    restarts: int  # of the machine and of its job
     since_s: float  # start of its phase, seconds since the epoch
     price_usd_per_h: float
     unfit: str = ""  # why it cannot hold the wanted policy, as reported by the node
@@ -206,7 +206,27 @@ def health_of(state: RunState) -> HealthView:
     return HealthView()
 
 
-# Progress towards the deadline in words, for the terminal and the run page.
+# Descriptions for the terminal and the run page.
+
+
+def headline(view: RunView) -> str:
+    """Describe in a few words what matters most right now."""
+    if view.phase in TERMINAL_RUN:
+        hint = continue_command(view.phase, view.reason, view.store)
+        return f"{view.reason}; {hint}" if hint else view.reason
+    if view.phase is RunPhase.STOPPING:
+        return view.reason
+    if not view.daemon.alive:
+        return f"no controller; run: grpo-orch resume {quote(view.store)}"
+    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
+        return f"rolling back to {start_words(view.rollback.start)}"
+    if view.parked_s is not None:
+        return f"for {duration(view.parked_s)}: {view.reason}"
+    if view.phase is RunPhase.TRAINING and view.activity:
+        waiting = f", {view.requests_waiting} requests waiting" if view.requests_waiting else ""
+        slow = ", the store is slow" if view.store_slow else ""
+        return f"trainer is {view.activity}{waiting}{slow}"
+    return view.reason or "waiting for the trainer's first heartbeat"
 
 
 def deadline_words(view: RunView) -> list[str]:

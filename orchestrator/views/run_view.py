@@ -102,9 +102,7 @@ def described(
         tokens_per_s=_tokens_per_s(pace),
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
-        nodes=tuple(
-            replace(node, tokens_per_s=tokens_per_s.get(node.node)) for node in _nodes(reader, heartbeat, gateway)
-        ),
+        nodes=_nodes(reader, heartbeat, gateway, tokens_per_s),
         fleet=_fleet(reader.spec, state, rows),
         deadline=_deadline(reader, heartbeat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
@@ -206,9 +204,7 @@ def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
 
 
 def _nodes(
-    reader: Reader,
-    heartbeat: Trainer | None,
-    gateway: GatewayStatus | None,
+    reader: Reader, heartbeat: Trainer | None, gateway: GatewayStatus | None, tokens_per_s: Mapping[str, float]
 ) -> tuple[NodeView, ...]:
     """Return a view of each slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
@@ -218,17 +214,15 @@ def _nodes(
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
     return tuple(
         replace(
-            _node(reader, node, heartbeat, members[node.id], joining.get(node.id)),
+            _node(node, heartbeat, members[node.id], joining.get(node.id)),
             state=state_now(reader.states[node.slot], node.role, members[node.id]),
+            tokens_per_s=tokens_per_s.get(node.id),
         )
         for node in newest
     )
 
 
-def _node(
-    reader: Reader, node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None
-) -> NodeView:
-    slot = reader.state.slots[node.slot]
+def _node(node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None) -> NodeView:
     if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
         heartbeat, members, stage = None, (), None
     # The content digest after the version is not shown.
@@ -245,7 +239,6 @@ def _node(
         reason=node.reason,
         market=node.market,
         policy=policy,
-        restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
         unfit=next((_unfit_words(member) for member in members if member.unfit), ""),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from shlex import quote
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -33,7 +32,6 @@ from grpo_orch.orchestrator.views.formatting import (
     plain,
     short,
     sparkline,
-    start_words,
     usd,
     wrap,
 )
@@ -45,10 +43,17 @@ from grpo_orch.orchestrator.views.measurements import (
     timing_words,
     weights_words,
 )
-from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.model import (
+    FleetView,
+    MoneyView,
+    NodeView,
+    RunView,
+    deadline_words,
+    headline,
+    is_late,
+)
 from grpo_orch.policies.detect.divergence import Health
-from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 
 # The top: what the run is doing, its progress, and whether it learns.
 
@@ -75,30 +80,13 @@ def head(view: RunView, width: int) -> list[Text]:
     phase = f" {view.phase.upper().replace('_', ' ')} "
     first = Text(no_wrap=True)
     first.append(view.name, "bold").append("  ").append(phase, f"{RUN_STYLES[view.phase]} reverse")
-    headline = plain(_headline(view))
+    words = plain(headline(view))
     below: list[str] = []
-    if cell_len(headline) <= width - first.cell_len - 2:
-        first.append("  ").append(headline, "dim")
+    if cell_len(words) <= width - first.cell_len - 2:
+        first.append("  ").append(words, "dim")
     else:
-        below = wrap(headline, width, HEADLINE_LINES)
+        below = wrap(words, width, HEADLINE_LINES)
     return [cut(first, width), *(Text(line, "dim", no_wrap=True) for line in below), _progress(view, width)]
-
-
-def _headline(view: RunView) -> str:
-    """Describe in a few words what matters most right now."""
-    if view.phase in TERMINAL_RUN or view.phase is RunPhase.STOPPING:
-        return view.reason
-    if not view.daemon.alive:
-        return f"no controller; run: grpo-orch resume {quote(view.store)}"
-    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
-        return f"rolling back to {start_words(view.rollback.start)}"
-    if view.phase is RunPhase.TRAINING and view.activity:
-        waiting = f", {view.requests_waiting} requests waiting" if view.requests_waiting else ""
-        slow = ", the store is slow" if view.store_slow else ""
-        return f"trainer is {view.activity}{waiting}{slow}"
-    if view.parked_s is not None:
-        return f"for {duration(view.parked_s)}: {view.reason}"
-    return view.reason or "waiting for the trainer's first heartbeat"
 
 
 def _progress(view: RunView, width: int) -> Text:

@@ -1,4 +1,9 @@
-"""Serve the pages over HTTP, as HTML or JSON, and notify them of news. Everything here is read-only."""
+"""Serve the pages over HTTP, as HTML or JSON. Everything here is read-only.
+
+The server listens on the loopback address only and needs no secret; use `ssh -L` from other machines. The Host
+header must name the loopback address, so that a foreign site whose name resolves to it cannot read the pages (DNS
+rebinding).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,10 @@ import asyncio
 import hashlib
 import json
 import mimetypes
+import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
-from shlex import quote
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -20,7 +24,6 @@ from markupsafe import Markup
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
 from grpo_orch.orchestrator.views.formatting import (
-    continue_command,
     data_size,
     duration,
     escape_invisible,
@@ -28,15 +31,14 @@ from grpo_orch.orchestrator.views.formatting import (
     short,
     usd,
 )
-from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.model import RunView, deadline_words, headline, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
 from grpo_orch.orchestrator.web import curves, pages
-from grpo_orch.orchestrator.web.access import add_headers, guard
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Observation, Watch, observations
+from grpo_orch.orchestrator.web.watch import Observation, Watch
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
 UNREADABLE_SHOWN = 3
 
@@ -51,14 +53,12 @@ class Figure:
     tone: str = ""
 
 
-def strip(observation: Observation) -> list[Figure]:
-    """Return the figures at the top of every page, in order."""
-    return observation.cached("strip", lambda: _figures(observation))
-
-
 def troubles(view: RunView) -> list[str]:
     """Describe the problems that do not end the run, a line each."""
     lines = []
+    if view.health.health is not Health.HEALTHY:
+        finding = "The run has diverged" if view.health.health is Health.TRIPPED else "Possible divergence"
+        lines.append(f"{finding} since step {view.health.onset_step}")
     for stopped in view.buying_stopped:
         wait_s = stopped.next_try_s - view.now_s
         when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
@@ -81,23 +81,6 @@ def deadline_line(view: RunView) -> Figure | None:
     return Figure("deadline", words[0], " · ".join([*words[1:], *costs]), "warn" if is_late(view) else "")
 
 
-def headline(view: RunView) -> str:
-    """Describe in a few words what matters most right now."""
-    if view.phase in TERMINAL_RUN:
-        hint = continue_command(view.phase, view.reason, view.store)
-        return f"{view.reason}; {hint}" if hint else view.reason
-    if not view.daemon.alive:
-        return f"no controller; run: grpo-orch resume {quote(view.store)}"
-    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
-        return f"timeline {view.rollback.timeline} {view.rollback.text}"
-    if view.health.health is not Health.HEALTHY:
-        finding = "diverged" if view.health.health is Health.TRIPPED else "possible divergence"
-        return f"{finding} since step {view.health.onset_step}"
-    if view.parked_s is not None:
-        return f"for {duration(view.parked_s)}: {view.reason}"
-    return f"the trainer is {view.activity}" if view.activity else view.reason
-
-
 def _figures(observation: Observation) -> list[Figure]:
     view, money = observation.view, observation.view.money
     of = f"of {view.max_steps:,}" if view.max_steps else ""
@@ -107,7 +90,7 @@ def _figures(observation: Observation) -> list[Figure]:
     waiting = f"{view.requests_waiting} waiting" if view.requests_waiting else ""
     return [
         Figure("step", f"{view.step:,}", of),
-        Figure("reward", short(view.reward), _held_out(observation.path)),
+        Figure("reward", short(view.reward), _held_out(observation.reader.path)),
         Figure("KL", short(view.kl), limit, "bad" if above else ""),
         Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} left" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
@@ -148,13 +131,50 @@ PAGES: tuple[Page, ...] = (
     curves.SERIES,
     curves.SPLIT,
     curves.LANES,
+    Page("/live", lambda observation, _: {"number": observation.number}),
 )
 
-WATCHERS_MAX = 100  # concurrent; each holds a connection
-QUIET_S = 15.0  # without news, a comment is sent at this interval to keep the connection open
-RETRY_MS = 3000  # delay before a browser reconnects
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reject a wrong Host header or method, else call the handler."""
+    if _host_of(request) not in LOCAL_NAMES:
+        return web.Response(status=421, text="wrong host name: use 127.0.0.1 or localhost\n")
+    if request.method not in ("GET", "HEAD"):
+        allowed = {hdrs.ALLOW: "GET, HEAD"}
+        return web.Response(status=405, text="this page is read-only\n", headers=allowed)
+    return await handler(request)
+
+
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Set the headers of every response, including errors."""
+    response.headers.update(HEADERS)
+    response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
+    response.headers.pop(hdrs.SERVER, None)
+
+
+def _host_of(request: web.Request) -> str:
+    """Return the name in the Host header, without its port."""
+    named = request.headers.get(hdrs.HOST, "")
+    bracketed = re.fullmatch(r"\[([0-9a-fA-F:]+)\](:[0-9]*)?", named)
+    return bracketed[1] if bracketed else re.sub(r":[0-9]*$", "", named).lower()
 
 
 class Site:
@@ -164,23 +184,14 @@ class Site:
         self._watch = watch
         self._pages = pages
         self._static = _static_files()
-        self._watchers = 0
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
-        app.cleanup_ctx.append(self._watching)
         app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
-        app.add_routes([web.get("/live", self._live), web.get("/static/{name:.+}", self._file)])
+        app.add_routes([web.get("/static/{name:.+}", self._file)])
         return app
-
-    async def _watching(self, _: web.Application) -> Any:
-        task = asyncio.ensure_future(self._watch.run())
-        yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
     def _handler(self, page: Page) -> Handler:
         async def handle(request: web.Request) -> web.Response:
@@ -205,43 +216,11 @@ class Site:
         shared = {
             "observation": observation,
             "view": observation.view,
-            "strip": strip(observation),
+            "strip": _figures(observation),
             "headline": headline(observation.view),
         }
         shared |= {"deadline": deadline_line(observation.view), "troubles": troubles(observation.view)}
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
-
-    async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Send server-sent events: `observation`, with its number, for every newer observation."""
-        if self._watchers >= WATCHERS_MAX:
-            raise PageError(503, f"{WATCHERS_MAX} pages are open already, close some")
-        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
-        self._watchers += 1
-        try:
-            with suppress(ConnectionResetError):  # the page was closed
-                await self._send_looks(request, response)
-        finally:
-            self._watchers -= 1
-        return response
-
-    async def _send_looks(self, request: web.Request, response: web.StreamResponse) -> None:
-        await response.prepare(request)
-        await response.write(f"retry: {RETRY_MS}\n\n".encode())
-        stream = observations(self._watch, self._watch.newest.number)
-        next_look = asyncio.ensure_future(anext(stream))
-        try:
-            while True:
-                await asyncio.wait({next_look}, timeout=QUIET_S)
-                if next_look.done():
-                    await response.write(f"event: observation\ndata: {next_look.result().number}\n\n".encode())
-                    next_look = asyncio.ensure_future(anext(stream))
-                else:
-                    await response.write(b": quiet\n\n")
-        finally:
-            next_look.cancel()
-            with suppress(asyncio.CancelledError):
-                await next_look
-            await stream.aclose()
 
     async def _file(self, request: web.Request) -> web.Response:
         found = self._static.get(request.match_info["name"])

@@ -13,11 +13,10 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views import screen as notes
-from grpo_orch.orchestrator.views.model import DeadlineView, HealthView, to_json
+from grpo_orch.orchestrator.views.model import DeadlineView, HealthView, headline, to_json
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.orchestrator.views.screen import head
-from grpo_orch.orchestrator.web.app import headline
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.events import (
     BuyingResumed,
@@ -25,8 +24,6 @@ from grpo_orch.policies.model.events import (
     DivergenceCleared,
     Event,
     FleetMoved,
-    JobExited,
-    JobRestarted,
     NodeMoved,
     ProbationPassed,
     RunMoved,
@@ -86,7 +83,7 @@ def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
     ]
     trainer = view.nodes[0]
     assert (trainer.role, trainer.market, trainer.price_usd_per_h) == (Role.TRAINER, Market.ON_DEMAND, 7.2)
-    assert (trainer.phase, trainer.since_s, trainer.restarts) == (NodePhase.SERVING, T0 + 10, 0)
+    assert (trainer.phase, trainer.since_s) == (NodePhase.SERVING, T0 + 10)
     assert view.events[-1].text == "Run is training: the trainer sent its first heartbeat"
 
 
@@ -198,16 +195,7 @@ def test_a_node_that_left_is_shown_until_another_takes_its_slot() -> None:
     world.asks_for(22, "rollout-0-i2")
     world.happens(23, NodeMoved("rollout-0-i2", NodePhase.REFUSED, "none left", Refusal.NO_CAPACITY))
     refused = next(node for node in look(world, 24).nodes if node.slot == "rollout-0")
-    assert (refused.node, refused.phase, refused.restarts) == ("rollout-0-i2", NodePhase.REFUSED, 1)
-
-
-def test_restarts_are_of_machines_and_of_work() -> None:
-    world = World()
-    world.starts()
-    world.happens(20, JobExited("trainer-0-i1", 1, -9, 3), JobRestarted("trainer-0-i1", 2, "again"))
-    world.moves(30, "trainer-0-i1", NodePhase.GONE)
-    world.asks_for(31, "trainer-0-i2")
-    assert [node.restarts for node in look(world, 32).nodes] == [2, 0, 0]
+    assert (refused.node, refused.phase) == ("rollout-0-i2", NodePhase.REFUSED)
 
 
 def test_ten_slots_are_in_the_order_of_their_numbers() -> None:
