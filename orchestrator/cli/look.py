@@ -395,7 +395,7 @@ def web(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Serve a live web page of a run, from any machine that can read its store. Stop it with Ctrl-C."""
-    from grpo_orch.orchestrator.web.server import LOOPBACK, serve  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.app import LOOPBACK, serve  # slow to import, and only needed here
 
     store, record = open_run(target)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -251,27 +250,15 @@ Remote = Annotated[
     typer.Option("--remote", help="Run the daemon on a small cloud VM, so you can close this laptop."),
 ]
 
-Web = Annotated[
-    bool,
-    typer.Option("--web", help="Serve the run's web page on 127.0.0.1 while the daemon runs."),
-]
-WebPort = Annotated[
-    int | None,
-    typer.Option("--web-port", min=1, max=65535, help="Port for --web. Default: 8642, or any free port."),
-]
-
 
 def up(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     yes: Yes = False,
     detach: Detach = False,
     remote: Remote = False,
-    web: Web = False,
-    web_port: WebPort = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Start a run: check run.yaml, print the plan and its cost, start the daemon, and watch."""
-    page = _page_socket(web or web_port is not None, web_port, remote)
     terminal = text_terminal(output)
     sizes = cached_lookup(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
@@ -296,7 +283,7 @@ def up(
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _print_started(_start(store, record, "up", controller, page), store, output, detach)
+    _print_started(_start(store, record, "up", controller), store, output, detach)
     if not detach:
         attach(store, output)
 
@@ -327,8 +314,6 @@ def resume(
             autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
         ),
     ] = None,
-    web: Web = False,
-    web_port: WebPort = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
@@ -345,7 +330,6 @@ def resume(
         if not detach:
             attach(store, output)
         return
-    page = _page_socket(web or web_port is not None, web_port, remote)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
             f"{record.spec.name} is finished; see `grpo-orch report {store.quoted}`, or "
@@ -370,7 +354,7 @@ def resume(
     keep_options(storage)
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
-    _print_started(_start(store, record, "resume", controller, page), store, output, detach)
+    _print_started(_start(store, record, "resume", controller), store, output, detach)
     if not detach:
         attach(store, output)
 
@@ -425,22 +409,6 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket | None:
-    """Listen for the run page before anything is started. Raises Stop."""
-    if not wanted:
-        return None
-    if remote:
-        raise Stop("--web does not work with --remote; run `grpo-orch web` here instead", exit_codes.USAGE)
-    from grpo_orch.orchestrator.web.server import LOOPBACK, listen  # slow to import, and only needed here
-
-    try:
-        return listen(port)
-    except OSError as error:
-        raise Stop(
-            f"--web-port {port}: cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE
-        ) from None
-
-
 @dataclass(frozen=True, slots=True)
 class _Started:
     """Where a run's daemon runs: a process here, or a controller machine."""
@@ -448,16 +416,9 @@ class _Started:
     run: str
     pid: int | None
     controller: str | None
-    page: str | None  # URL
 
 
-def _start(
-    store: Store,
-    record: RunRecord,
-    reason: str,
-    controller: RemoteController | None,
-    page: socket.socket | None,
-) -> _Started:
+def _start(store: Store, record: RunRecord, reason: str, controller: RemoteController | None) -> _Started:
     remember_run(store.url)
     pid = None
     try:
@@ -465,7 +426,7 @@ def _start(
             start_remote(controller, store, reason)
         else:
             run_token(record.run_id)
-            pid = start_daemon(store, record, reason, page)
+            pid = start_daemon(store, record, reason)
             start_rehearsal(store, record)
     except AlreadyControlled:
         _refuse_held(store)
@@ -474,12 +435,7 @@ def _start(
         hint = f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
         message = f"{record.spec.name} has started and keeps running in the background; {hint}"
         raise Stop(message, exit_codes.INTERRUPTED) from None
-    url = None
-    if page is not None:
-        host, port = page.getsockname()
-        page.close()  # the daemon holds its own copy of the socket
-        url = f"http://{host}:{port}/"
-    return _Started(record.spec.name, pid, None if controller is None else controller.cluster, url)
+    return _Started(record.spec.name, pid, None if controller is None else controller.cluster)
 
 
 def _print_started(started: _Started, store: Store, output: Output, detach: bool) -> None:
@@ -490,8 +446,6 @@ def _print_started(started: _Started, store: Store, output: Output, detach: bool
     there = f"on {started.controller}; that machine stays until `grpo-orch down {store.quoted}`"
     where = here if started.controller is None else there
     console.print(f"The daemon for {started.run} is running {where}.", highlight=False, soft_wrap=True)
-    if started.page is not None:
-        console.print(f"Web page: {started.page}", highlight=False, soft_wrap=True)
     if detach:
         console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
 

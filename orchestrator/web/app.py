@@ -12,6 +12,8 @@ import hashlib
 import json
 import mimetypes
 import re
+import signal
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -23,6 +25,8 @@ from markupsafe import Markup
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface.listener import listening
 from grpo_orch.orchestrator.views.formatting import (
     data_size,
     duration,
@@ -312,3 +316,37 @@ _environment.filters.update(
 def render(template: str, data: dict[str, Any]) -> str:
     """Draw a template."""
     return _environment.get_template(template).render(data)
+
+
+# The server.
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 8642
+
+
+def serve(store: Store, port: int | None, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `on_ready` is called with the URL once the server listens.
+
+    `port`: None means DEFAULT_PORT or any free one, 0 any free one. Raises OSError if the port is not available,
+    StoreError if the run cannot be read.
+    """
+    asyncio.run(_serve(store, _listen(port), on_ready))
+
+
+async def _serve(store: Store, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with listening(Site(Watch(store)).app(), lambda _: True, sock, None):
+        on_ready(f"http://{LOOPBACK}:{sock.getsockname()[1]}/")
+        await stop.wait()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """Return a listening socket; `port` as in `serve`. Raises OSError."""
+    try:
+        return socket.create_server((LOOPBACK, DEFAULT_PORT if port is None else port))
+    except OSError:
+        if port is not None:
+            raise
+        return socket.create_server((LOOPBACK, 0))

@@ -32,7 +32,7 @@ class Steered(Run):
         self.started: list[str] = []
         self.create().happens(RunCreated("sim", "id"))
 
-    def daemon(self, _store: Store, _record: RunRecord, reason: str, _page: object = None) -> int:
+    def daemon(self, _store: Store, _record: RunRecord, reason: str) -> int:
         """One tick, with a cloud that does not answer."""
         self.started.append(reason)
         writer = Journal(self.store, "daemon")
