@@ -9,7 +9,7 @@ from typing import Any
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
 from grpo_orch.orchestrator.views.formatting import continue_command, duration, moment, start_words
-from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
+from grpo_orch.orchestrator.views.measurements import NodeState, WeightsView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.state import RunState
@@ -40,17 +40,6 @@ class NodeView:
     pool: str = ""  # zone, machine type and market, requested or actual; empty: the cloud has no pools
     state: NodeState = NodeState.REQUESTED  # its phase; loading and idle are reported by the gateway
     tokens_per_s: float | None = None  # counted by its engines; None before the second look
-
-
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """The wanted number of rollout nodes, and why."""
-
-    nodes: int
-    fixed_s: float | None  # seconds of a step that more nodes do not shorten
-    generation_node_s: float | None  # node-seconds of generation in a step
-    cheapest: float | None  # number of nodes, not rounded
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +154,7 @@ class RunView:
     eta_s: float | None
     requests_waiting: int | None  # None without a recent gateway status
     nodes: tuple[NodeView, ...]
-    fleet: FleetView | None  # None: the run has no rollout nodes
+    rollouts_wanted: int | None  # None: the run has no rollout nodes
     deadline: DeadlineView | None  # None: the run has no deadline
     money: MoneyView
     buying_stopped: tuple[StoppedKindView, ...]
@@ -177,7 +166,6 @@ class RunView:
     events: tuple[EventLine, ...]  # the newest last
     weights: WeightsView | None = None  # transfer of the newest policy; None before the first
     parked_s: float | None = None  # seconds parked; None: not parked
-    step_split: StepSplit | None = None  # mean seconds of the parts of the last steps
     step_timing: StepTiming | None = None  # medians of the last steps
 
     @property

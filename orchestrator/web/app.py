@@ -108,12 +108,16 @@ def _rollouts(view: RunView) -> Figure:
     """Return the number of serving rollout nodes, and how many are wanted."""
     serving = [node for node in view.nodes if node.role is Role.ROLLOUT and node.phase is NodePhase.SERVING]
     on_demand = sum(node.market is Market.ON_DEMAND for node in serving)
-    if view.fleet is None:
+    if view.rollouts_wanted is None:
         below = "none in this run"
     elif view.phase in TERMINAL_RUN:
         below = ""
     else:
-        below = f"of {view.fleet.nodes}, {on_demand} on demand" if on_demand else f"of {view.fleet.nodes} wanted"
+        below = (
+            f"of {view.rollouts_wanted}, {on_demand} on demand"
+            if on_demand
+            else f"of {view.rollouts_wanted} wanted"
+        )
     return Figure("rollout nodes", f"{len(serving)}", below)
 
 
