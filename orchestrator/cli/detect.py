@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json, print_line
 from grpo_orch.orchestrator.traces.read import NotATrace, read_traces
 from grpo_orch.orchestrator.views.detection import Detection, Unreadable, render, to_json
 from grpo_orch.orchestrator.views.detection import detect as detect_run
@@ -48,15 +48,15 @@ def detect(
     file that cannot be read, print one line on stderr and continue with the others.
     """
     if limit is not None and not (limit > 0 and math.isfinite(limit)):
-        raise Stop(f"--limit {limit:g}: expected a number above 0", exit_codes.USAGE)
+        raise Stop(f"--limit {limit:g}: expected a number above 0")
     if save_steps is not None and save_steps < 1:
-        raise Stop(f"--save-steps {save_steps}: expected a whole number above 0", exit_codes.USAGE)
+        raise Stop(f"--save-steps {save_steps}: expected a whole number above 0")
     results = [result for file in files for result in _detect_in(file, limit, save_steps, task_change or ())]
     detections = [result for result in results if isinstance(result, Detection)]
     if output is Output.JSON:
         print_json([to_json(result) for result in results])
     elif detections:
-        console.print(render(detections), highlight=False)
+        console.print(render(detections))
     if any(detection.tripped for detection in detections):
         raise typer.Exit(exit_codes.TRIPPED)
     if len(detections) < len(results):
@@ -76,5 +76,5 @@ def _detect_in(
         reason = str(error).removeprefix(f"{file}: ")
     except Exception as error:  # noqa: BLE001  # the remaining files must still be read
         reason = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
-    errors.print(f"{file}: {reason}", highlight=False, soft_wrap=True)
+    print_line(f"{file}: {reason}", errors)
     return [Unreadable(str(file), reason)]

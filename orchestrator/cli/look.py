@@ -15,7 +15,17 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records.documents import RunRecord, read_faults
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json, text_terminal
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    console,
+    print_json,
+    print_line,
+    print_result,
+    text_terminal,
+)
 from grpo_orch.orchestrator.cli.remote import controller_of, remote_log
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
@@ -96,7 +106,7 @@ def logs(
     store, record = open_run(target)
     try:
         for line in _log(store, record, node, follow):
-            console.print(line, highlight=False, soft_wrap=True)
+            print_line(line)
     except KeyboardInterrupt:
         return
 
@@ -120,20 +130,14 @@ def _print_event(line: EventLine) -> None:
     width = console.width - len(time) - 1
     parts = wrap(text, width, EVENT_LINES_MAX) if console.is_terminal and width >= TEXT_WIDTH_MIN else [text]
     for index, part in enumerate(parts):
-        console.print(f"{' ' * len(time) if index else time} {part}", highlight=False, soft_wrap=True)
+        print_line(f"{' ' * len(time) if index else time} {part}")
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
-    _print_report(_report(RunObserver(store)), output)
-
-
-def _print_report(built: Report, output: Output) -> None:
-    if output is Output.JSON:
-        print_json(reports.to_json(built))
-    else:
-        console.print(reports.render(built))
+    built = _report(RunObserver(store))
+    print_result(output, reports.to_json(built), reports.render(built))
 
 
 def plot(
@@ -148,11 +152,8 @@ def plot(
     try:
         plots.plot_run(store, out)
     except OSError as error:
-        raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None
-    if output is Output.JSON:
-        print_json({"files": [str(out)]})
-    else:
-        console.print(f"Wrote {out}", highlight=False)
+        raise Stop(f"{out}: {error.strerror}") from None
+    print_result(output, {"files": [str(out)]}, f"Wrote {out}")
 
 
 def attach(store: Store, output: Output = Output.TEXT) -> None:
@@ -165,15 +166,14 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
         else:
             screen.watch(looker.observe, threading.Event().wait, console)
     except KeyboardInterrupt:
-        text_terminal(output).print(
+        print_line(
             f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
             f"Stop it with: grpo-orch down {store.quoted}",
-            highlight=False,
-            soft_wrap=True,
+            text_terminal(output),
         )
         return
     built = _report(looker)
-    _print_report(built, output)
+    print_result(output, reports.to_json(built), reports.render(built))
     if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
         raise stop
 
@@ -220,7 +220,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         return cloud.log(node, follow=follow)
     except KeyError:
         known = ", ".join(cloud.logged_nodes()) or "none yet"
-        raise Stop(f"no log of {node!r}; available logs: {known}", exit_codes.USAGE) from None
+        raise Stop(f"no log of {node!r}; available logs: {known}") from None
 
 
 def _report(looker: RunObserver) -> Report:
@@ -267,7 +267,7 @@ def samples(
 ) -> None:
     """Show completions of a step: prompt, text, rewards, advantage, node and policy."""
     if worst and best:
-        raise Stop("--worst and --best are mutually exclusive", exit_codes.USAGE)
+        raise Stop("--worst and --best are mutually exclusive")
     order = SortOrder.WORST if worst else SortOrder.BEST if best else SortOrder.STORED
     store, _ = open_run(target)
     found = _step_of(store, step)
@@ -292,11 +292,11 @@ def _step_of(store: Store, text: str) -> Step:
     """Return the step that `text` names. Raises Stop."""
     steps = stored_steps(store)
     if not steps:
-        raise Stop(no_samples_reason(store), exit_codes.USAGE)
+        raise Stop(no_samples_reason(store))
     try:
         return find_step(steps, text)
     except NoSamples as error:
-        raise Stop(escape_invisible(str(error)), exit_codes.USAGE) from None
+        raise Stop(escape_invisible(str(error))) from None
 
 
 def _headline(step: Step, summary: Summary) -> str:
@@ -399,13 +399,8 @@ def web(
 
     store, record = open_run(target)
 
-    def print_url(url: str) -> None:
-        if output is Output.JSON:
-            print_json({"url": url})
-            return
-        console.print(f"{record.spec.name}: {url}", highlight=False, soft_wrap=True)
-
+    name = record.spec.name
     try:
-        serve(store, port, print_url)
+        serve(store, port, lambda url: print_result(output, {"url": url}, f"{name}: {url}"))
     except OSError as error:
-        raise Stop(f"cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE) from None
+        raise Stop(f"cannot listen on {LOOPBACK}: {error.strerror or error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import structlog
 import typer
+from rich.console import Group
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, errors, print_result
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, MarketTrace, climate, read_trace
@@ -88,6 +89,7 @@ def render(simulation: SimulationReport) -> Table:
 
 # The command.
 
+MarketOf = Callable[[int], MarketTrace]  # by seed
 SEEDS = 20
 DEFAULT_CLIMATE = "storms"
 
@@ -117,11 +119,11 @@ def simulate(
     """
     spec = load_spec(run_yaml)
     if climate_name and trace:
-        raise Stop("--climate and --trace are mutually exclusive", exit_codes.USAGE)
+        raise Stop("--climate and --trace are mutually exclusive")
     if seeds < 1:
-        raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
+        raise Stop(f"--seeds {seeds}: expected a whole number above 0")
     if generates_itself(spec):
-        raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate", exit_codes.USAGE)
+        raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate")
     spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
     market_of = _market_of(name, trace, spec)
@@ -135,11 +137,7 @@ def simulate(
             outcomes[label] = simulate_hours(run, market_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
     simulation = SimulationReport(name, HOURS, scenarios, outcomes)
-    if output is Output.JSON:
-        print_json(simulation_json(simulation))
-    else:
-        console.print(scenarios_line(scenarios), highlight=False)
-        console.print(render(simulation), highlight=False)
+    print_result(output, simulation_json(simulation), Group(scenarios_line(scenarios), render(simulation)))
 
 
 def _without_deadline(spec: RunSpec) -> RunSpec:
@@ -147,28 +145,22 @@ def _without_deadline(spec: RunSpec) -> RunSpec:
     fleet = spec.policies.fleet
     if fleet.deadline is None:
         return spec
-    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps", highlight=False)
+    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps")
     return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
-class _MarketOf:
-    """Returns the spot market of a seed: a model's varies with the seed, a trace's does not."""
-
-    def __init__(self, name: str, trace: MarketTrace | None, nodes: int) -> None:
-        self._name, self._trace, self._nodes = name, trace, nodes
-
-    def __call__(self, seed: int) -> MarketTrace:
-        return self._trace or climate(self._name, seed, self._nodes)
-
-
-def _market_of(name: str, trace: Path | None, spec: RunSpec) -> _MarketOf:
+def _market_of(name: str, trace: Path | None, spec: RunSpec) -> MarketOf:
+    """Return the spot market of a seed: a model's varies with the seed, a trace's does not. Raises Stop."""
     nodes = spec.rollout.replicas.max
-    if trace is None and name not in CLIMATES:
-        raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
+    if trace is None:
+        if name not in CLIMATES:
+            raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}")
+        return lambda seed: climate(name, seed, nodes)
     try:
-        return _MarketOf(name, read_trace(trace, nodes) if trace else None, nodes)
+        recorded = read_trace(trace, nodes)
     except InvalidTrace as error:
-        raise Stop(str(error), exit_codes.USAGE) from None
+        raise Stop(str(error)) from None
+    return lambda _: recorded
 
 
 def _prices(spec: RunSpec) -> Prices:
@@ -185,7 +177,7 @@ def _prices(spec: RunSpec) -> Prices:
 
 
 def _scenarios(
-    seeds: range, spec: RunSpec, market_of: _MarketOf, replay: str, progress: Progress
+    seeds: range, spec: RunSpec, market_of: MarketOf, replay: str, progress: Progress
 ) -> Iterator[ScenarioResult]:
     task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:

@@ -36,6 +36,7 @@ from grpo_orch.orchestrator.cli.options import (
     console,
     errors,
     print_json,
+    print_line,
     require_terminal,
     text_terminal,
 )
@@ -118,9 +119,9 @@ def rollback(
         refuse_missing_secrets(record.spec)
     state = journal.recover(store).state
     if state.phase is RunPhase.STOPPING:
-        raise Stop(f"{record.spec.name} is stopping; wait until it has stopped", exit_codes.USAGE)
+        raise Stop(f"{record.spec.name} is stopping; wait until it has stopped")
     if state.phase is RunPhase.FINISHED and "max_steps" not in wanted:
-        raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}", exit_codes.USAGE)
+        raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}")
     start = _start_version(store, to)
     _refuse_reached_steps(wanted, start)
     if start is None:
@@ -141,24 +142,20 @@ def rollback(
     else:
         fork = started.fork
         changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "only the seeds"
-        console.print(
+        print_line(
             f"{record.spec.name} rolls back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
-            f"changed from run.yaml: {changed}.",
-            highlight=False,
-            soft_wrap=True,
+            f"changed from run.yaml: {changed}."
         )
         for key, text in texts.items():
-            console.print(f"{key}: {text}", highlight=False, soft_wrap=True)
+            print_line(f"{key}: {text}")
         if state.phase is RunPhase.PARKED:
-            console.print(
-                "The run is parked: training continues when a rollout node is available.", soft_wrap=True
-            )
+            print_line("The run is parked: training continues when a rollout node is available.")
 
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
     """Raise Stop if the environment lacks a secret that the nodes need."""
     if problem := missing_secrets(spec, os.environ):
-        raise Stop(f"{problem}; export it or remove it from that list", exit_codes.USAGE)
+        raise Stop(f"{problem}; export it or remove it from that list")
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
@@ -179,16 +176,14 @@ def _refuse_reached_steps(changes: Mapping[str, float], start: str | None) -> No
     reached = 0 if start in (None, RUN_START) else PolicyVersion.parse(start).step
     if steps is not None and steps <= reached:
         message = f"--set max_steps={steps:g}: the checkpoint is already at step {reached}; expected more"
-        raise Stop(message, exit_codes.USAGE)
+        raise Stop(message)
 
 
 def read_change(text: str) -> tuple[str, float]:
     """Parse `beta=0.08` as key and value. Raises Stop."""
     key, _, number = text.partition("=")
     if key not in CHANGEABLE:
-        raise Stop(
-            f"--set {text}: expected KEY=NUMBER, where KEY is one of {', '.join(CHANGEABLE)}", exit_codes.USAGE
-        )
+        raise Stop(f"--set {text}: expected KEY=NUMBER, where KEY is one of {', '.join(CHANGEABLE)}")
     bound, is_exclusive = CHANGEABLE[key]
     try:
         value = float(number)
@@ -196,9 +191,9 @@ def read_change(text: str) -> tuple[str, float]:
         value = math.nan
     if not math.isfinite(value) or value < bound or (is_exclusive and value == bound):
         range_text = f"above {bound:g}" if is_exclusive else f"of {bound:g} or more"
-        raise Stop(f"--set {text}: expected a number {range_text}, as in {key}=0.1", exit_codes.USAGE)
+        raise Stop(f"--set {text}: expected a number {range_text}, as in {key}=0.1")
     if key in WHOLE_NUMBER_KEYS and not value.is_integer():
-        raise Stop(f"--set {text}: expected a whole number, as in {key}=256", exit_codes.USAGE)
+        raise Stop(f"--set {text}: expected a whole number, as in {key}=256")
     return key, value
 
 
@@ -217,7 +212,7 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
     versions = [checkpoint.at for checkpoint in present.checkpoints]
     target = user_target(state, versions, ever_stored=present.number > 0)
     if target.missing:
-        raise Stop(f"{target.missing}; {TARGET_HINT}", exit_codes.USAGE)
+        raise Stop(f"{target.missing}; {TARGET_HINT}")
 
 
 def _wait_for_rollback(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
@@ -293,9 +288,9 @@ def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
     urls = notify_urls(spec, os.environ)
     for name in spec.notify.url_env:
         if name not in urls:
-            terminal.print(f"{name} is not set: notifications will not be sent to it", highlight=False)
+            terminal.print(f"{name} is not set: notifications will not be sent to it")
         elif not is_service_url(urls[name]):
-            raise Stop(f"{name}: {EXPECTED_SERVICE_URL}", exit_codes.USAGE)
+            raise Stop(f"{name}: {EXPECTED_SERVICE_URL}")
 
 
 def resume(
@@ -318,7 +313,7 @@ def resume(
 ) -> None:
     """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
     if budget_usd is not None and not math.isfinite(budget_usd):
-        raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500", exit_codes.USAGE)
+        raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500")
     storage = storage_of(target)
     store = open_store(storage)
     record = record_of(store)
@@ -340,8 +335,7 @@ def resume(
     if has_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; continue from an earlier checkpoint with changed "
-            f"hyperparameters: grpo-orch rollback {store.quoted}",
-            exit_codes.USAGE,
+            f"hyperparameters: grpo-orch rollback {store.quoted}"
         )
     refuse_missing_secrets(record.spec)
     check_notify_urls(record.spec, text_terminal(output))
@@ -381,8 +375,7 @@ def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) 
         raise Stop(
             f"{file} differs from the run's own copy, which resume uses ({keys}). "
             f"Revert the changes, start a new run with another `storage:`, or name the run by its store URL. "
-            f"`--set` can change these keys of grpo: {', '.join(CHANGEABLE)}",
-            exit_codes.USAGE,
+            f"`--set` can change these keys of grpo: {', '.join(CHANGEABLE)}"
         )
     named = {change.partition("=")[0] for change in changes or []}
     return [] if steps is None or "max_steps" in named else [f"max_steps={steps[1]}"]
@@ -445,9 +438,9 @@ def _print_started(started: _Started, store: Store, output: Output, detach: bool
     here = f"(pid {started.pid})"
     there = f"on {started.controller}; that machine stays until `grpo-orch down {store.quoted}`"
     where = here if started.controller is None else there
-    console.print(f"The daemon for {started.run} is running {where}.", highlight=False, soft_wrap=True)
+    print_line(f"The daemon for {started.run} is running {where}.")
     if detach:
-        console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
+        print_line(f"Watch it with: grpo-orch status -w {store.quoted}")
 
 
 def _refuse_existing(store: Store) -> None:
@@ -456,8 +449,7 @@ def _refuse_existing(store: Store) -> None:
     if store.get_or_none("run.json") is not None:
         raise Stop(
             f"{store.url} already holds a run; continue it with `grpo-orch resume {store.quoted}`, "
-            "or name another `storage:`",
-            exit_codes.USAGE,
+            "or name another `storage:`"
         )
 
 
@@ -514,9 +506,9 @@ def show_plan(
     table.add_row("total", "", f"store {spec.storage}", f"{plan.max_usd_per_h or 0:.2f}")
     terminal.print(table)
     if record.evaluation is None:
-        terminal.print(render_short(plan), highlight=False)
+        terminal.print(render_short(plan))
     for line in cloud.without_quota():
-        terminal.print(line, highlight=False, soft_wrap=True)
+        print_line(line, terminal)
 
 
 def _machine(offer: Offer) -> str:
