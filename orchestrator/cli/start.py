@@ -62,7 +62,7 @@ from grpo_orch.orchestrator.home import (
     token_file,
     token_mark,
 )
-from grpo_orch.orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
+from grpo_orch.orchestrator.notify import EXPECTED_SERVICE_URL, is_service_url
 from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import FindSize, cached_lookup
 from grpo_orch.orchestrator.plan.prices import by_offers

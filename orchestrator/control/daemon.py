@@ -47,7 +47,7 @@ from grpo_orch.orchestrator.home import (
     secrets_for,
     token_mark,
 )
-from grpo_orch.orchestrator.notify.notifier import DRAIN_S, start_notifier
+from grpo_orch.orchestrator.notify import DRAIN_S, start_notifier
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Event, RunCreated, RunMoved
 from grpo_orch.policies.model.node_contract import (
