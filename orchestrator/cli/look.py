@@ -55,18 +55,14 @@ from grpo_orch.orchestrator.views.formatting import (
     escape_invisible,
     plain,
     short,
-    wrap,
 )
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
-EVENT_LINES_MAX = 100  # enough for a cloud's whole error
-TEXT_WIDTH_MIN = 20  # cells
 
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")]
 
@@ -116,21 +112,9 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
     store, _ = open_run(target)
     try:
         for line in _event_lines(store, follow):
-            if output is Output.JSON:
-                print_json(event_json(line))
-            else:
-                _print_event(line)
+            print_result(output, event_json(line), f"{clock(line.time_s)} {plain(line.text)}")
     except KeyboardInterrupt:
         return
-
-
-def _print_event(line: EventLine) -> None:
-    """Print an event: wrapped between words on a terminal, else one line for other programs."""
-    time, text = clock(line.time_s), plain(line.text)
-    width = console.width - len(time) - 1
-    parts = wrap(text, width, EVENT_LINES_MAX) if console.is_terminal and width >= TEXT_WIDTH_MIN else [text]
-    for index, part in enumerate(parts):
-        print_line(f"{' ' * len(time) if index else time} {part}")
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
@@ -174,34 +158,15 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
         return
     built = _report(looker)
     print_result(output, reports.to_json(built), reports.render(built))
-    if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
+    if (stop := _bad_end(built)) is not None:
         raise stop
 
 
-def _spec_was_refused(store: Store) -> bool:
-    """Return whether a job has exited since the last start because run.yaml cannot work."""
-    refused = False
-    for record in journal.read(store):
-        for event in record.decoded():
-            match event:
-                case RunMoved(phase=RunPhase.STARTING):
-                    refused = False
-                case JobExited(
-                    exit_code=exit_codes.BAD_SPEC | exit_codes.UNFIT_MACHINE | exit_codes.NOTHING_LEARNT
-                ):
-                    refused = True
-                case _:
-                    pass
-    return refused
-
-
-def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
+def _bad_end(built: Report) -> Stop | None:
     """Return the error of a run that failed, gave up or is paused; None for any other."""
     hint = continue_command(built.phase, built.reason, built.store)
     match built.phase:
         case RunPhase.FAILED:
-            if spec_refused:  # a run keeps the specification that it was created with
-                hint += "; to change run.yaml start a new run: set another `storage:` in it, then grpo-orch up"
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)

@@ -233,7 +233,8 @@ def continue_command(phase: RunPhase, reason: str, store: str) -> str:
     """Return the command that continues the run; empty where there is none."""
     match phase:
         case RunPhase.FAILED:
-            return f"fix the cause, then continue with: grpo-orch resume {quote(store)}"
+            new = "a changed run.yaml needs a new run, with another `storage:`"
+            return f"fix the cause ({new}), then continue with: grpo-orch resume {quote(store)}"
         case RunPhase.PAUSED if "`budget.usd" in reason:
             return f"continue with: grpo-orch resume --budget-usd NUMBER {quote(store)}"
         case RunPhase.PAUSED if TARGET_HINT in reason:
