@@ -81,7 +81,7 @@ def doctor(
         run_yaml = Path("run.yaml")
     spec = load_spec(run_yaml) if run_yaml else None
     with errors.status("querying SkyPilot and its clouds"):
-        findings = list(examine(spec, skypilot_version(), _open_skypilot))
+        findings = list(examine(spec, skypilot_version(), open_skypilot))
         if run_yaml:
             findings.extend(examine_store(load_storage(run_yaml)))
     document = {"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]}
@@ -138,7 +138,7 @@ def skypilot_version() -> str | None:
         return None
 
 
-def _open_skypilot() -> SkyPilotLike:
+def open_skypilot() -> SkyPilotLike:
     from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot  # optional, and takes seconds to import
 
     return SkyPilot()

@@ -164,7 +164,7 @@ def test_run_yaml_of_the_current_folder_is_checked(
     """A local run needs no cloud: those that are not set up are not listed."""
     monkeypatch.chdir(run_yaml.parent)
     monkeypatch.setattr(doctor, "skypilot_version", lambda: "0.14.1")
-    monkeypatch.setattr(doctor, "_open_skypilot", SkyPilotStandIn)
+    monkeypatch.setattr(doctor, "open_skypilot", SkyPilotStandIn)
     found = json.loads(grpo_orch("doctor", "-o", "json").out)["findings"]
     assert {finding["check"] for finding in found} == {"node environment", "SkyPilot", "store"}
 
