@@ -10,8 +10,6 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
-from grpo_orch.checkpoint.store.errors import NotFound
-from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views import screen as notes
 from grpo_orch.orchestrator.views.model import DeadlineView, HealthView, headline, to_json
 from grpo_orch.orchestrator.views.reader import Reader
@@ -43,11 +41,6 @@ from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverg
 
 def member(node: str, policy: str | None) -> MemberStatus:
     return MemberStatus(node, "boot", "127.0.0.1:1", policy, policy is not None, False, 0, 0.1)
-
-
-def test_store_without_a_run_is_a_clear_error() -> None:
-    with pytest.raises(NotFound, match="no run in"):
-        run_view(Store("memory://views-nothing-here"), T0, None)
 
 
 def test_a_run_that_has_only_been_created_can_be_seen() -> None:
