@@ -164,7 +164,7 @@ def _lock(folder: Path) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process that installs {folder}", file=sys.stderr, flush=True)
+            print(f"another process is installing {folder}; waiting for it", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
             yield False
         else:

@@ -88,6 +88,15 @@ CHANGEABLE: dict[str, tuple[float, bool]] = {
     "max_completion_length": (1.0, False),
     "max_steps": (1.0, False),
 }
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=NUMBER",
+        help="Change a key of grpo, such as max_steps. May be repeated.",
+        autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
+    ),
+]
 TAKEN_S = 60.0  # time limit for the daemon to take a command
 POLL_S = 0.2
 
@@ -101,18 +110,13 @@ def rollback(
             autocompletion=lambda: [NEWEST, RUN_START],
         ),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=NUMBER",
-            help="Change a key of grpo; repeatable. Default: apply policies.kl.on_rollback.",
-            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
-        ),
-    ] = None,
+    changes: Changes = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Roll back to a checkpoint and continue on a new timeline, with changed hyperparameters."""
+    """Roll back to a checkpoint and continue on a new timeline, with changed hyperparameters.
+
+    Without --set, apply policies.kl.on_rollback.
+    """
     wanted = dict(read_change(text) for text in changes or [])
     store, record = open_run(target)
     if not has_daemon(store):
@@ -300,18 +304,13 @@ def resume(
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", min=0, help="Set a new `budget.usd` for the run.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=NUMBER",
-            help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint; repeatable.",
-            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
-        ),
-    ] = None,
+    changes: Changes = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
+    """Resume a run that was stopped or has lost its daemon or machines.
+
+    With --set, change it or train further, from its newest checkpoint.
+    """
     if budget_usd is not None and not math.isfinite(budget_usd):
         raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500")
     storage = storage_of(target)

@@ -171,7 +171,7 @@ def test_second_installer_waits_and_uses_the_firsts_result(
             if not threads:
                 threads.append(threading.Thread(target=install, args=(folder, second)))
                 threads[0].start()
-                until("a waiting process", lambda: "waiting for another" in capsys.readouterr().err)
+                until("the second process waits", lambda: "waiting for it" in capsys.readouterr().err)
             assert second.ran == []
             return super().run(argv, environment)
 

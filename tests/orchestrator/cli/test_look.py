@@ -57,23 +57,27 @@ def test_abandoned_run_shows_where_its_weights_are(tmp_path: Path) -> None:
     )
 
 
-def test_paused_run_shows_how_to_continue() -> None:
-    world = ended(RunPhase.PAUSED, "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5")
+@pytest.mark.parametrize(
+    ("phase", "reason", "told"),
+    [
+        (
+            RunPhase.PAUSED,
+            "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5",
+            "is paused: {reason}; continue with: grpo-orch rollback {url}",
+        ),
+        (
+            RunPhase.FAILED,
+            "out of memory",
+            "failed: {reason}; fix the cause (a changed run.yaml needs a new run, with another `storage:`), "
+            "then continue with: grpo-orch resume {url}",
+        ),
+    ],
+)
+def test_paused_or_failed_run_shows_how_to_continue(phase: RunPhase, reason: str, told: str) -> None:
+    world = ended(phase, reason)
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
-    assert str(stop) == (
-        "digits is paused: diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5; "
-        f"continue with: grpo-orch rollback {world.store.url}"
-    )
-
-
-def test_failed_run_shows_how_to_continue() -> None:
-    world = ended(RunPhase.FAILED, "out of memory")
-    stop = watched(world)
-    assert stop.exit_code == exit_codes.FAILED
-    new = "a changed run.yaml needs a new run, with another `storage:`"
-    hint = f"fix the cause ({new}), then continue with: grpo-orch resume {world.store.url}"
-    assert str(stop) == f"digits failed: out of memory; {hint}"
+    assert str(stop) == f"digits {told.format(reason=reason, url=world.store.url)}"
 
 
 def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
