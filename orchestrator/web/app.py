@@ -8,15 +8,13 @@ rebinding).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import mimetypes
 import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -73,16 +71,6 @@ def troubles(view: RunView) -> list[str]:
         )
     ignored = view.unreadable[-UNREADABLE_SHOWN:]
     return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.reason}" for damaged in ignored]
-
-
-def deadline_line(view: RunView) -> Figure | None:
-    """Describe the deadline, the progress towards it, and the forecast cost."""
-    words = deadline_words(view)
-    if not words:
-        return None
-    forecast = view.money.forecast_usd
-    costs = [] if forecast is None else [f"{usd(forecast)} at the end"]
-    return Figure("deadline", words[0], " · ".join([*words[1:], *costs]), "warn" if is_late(view) else "")
 
 
 def _figures(observation: Observation) -> list[Figure]:
@@ -191,14 +179,13 @@ class Site:
     def __init__(self, watch: Watch, pages: Sequence[Page] = PAGES) -> None:
         self._watch = watch
         self._pages = pages
-        self._static = _static_files()
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
         app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
-        app.add_routes([web.get("/static/{name:.+}", self._file)])
+        app.router.add_static("/static", Path(__file__).parent / "static")
         return app
 
     def _handler(self, page: Page) -> Handler:
@@ -227,18 +214,9 @@ class Site:
             "strip": _figures(observation),
             "headline": headline(observation.view),
         }
-        shared |= {"deadline": deadline_line(observation.view), "troubles": troubles(observation.view)}
+        shared |= {"deadline": deadline_words(observation.view), "is_late": is_late(observation.view)}
+        shared["troubles"] = troubles(observation.view)
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
-
-    async def _file(self, request: web.Request) -> web.Response:
-        found = self._static.get(request.match_info["name"])
-        if found is None:
-            raise PageError(404, "not found")
-        data, kind, tag = found
-        headers = {hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache", hdrs.CONTENT_TYPE: kind}
-        if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=data, headers=headers)
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -264,21 +242,6 @@ class Site:
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, text=json.dumps(data, allow_nan=False), content_type="application/json")
-
-
-def _static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Return content, MIME type and ETag of each file, by name."""
-    found: dict[str, tuple[bytes, str, str]] = {}
-    root = resources.files("grpo_orch.orchestrator.web") / "static"
-    folders = [("", root), ("vendor/", root / "vendor")]
-    for prefix, folder in folders:
-        for file in folder.iterdir():
-            if file.is_file():
-                data = file.read_bytes()
-                kind = mimetypes.guess_type(file.name)[0] or "text/plain"
-                suffix = "; charset=utf-8" if kind.startswith("text/") else ""
-                found[prefix + file.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
-    return found
 
 
 # The templates, with autoescaping, and their number and time formats.
