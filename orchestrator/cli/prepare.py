@@ -149,12 +149,17 @@ def validate(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Check a run.yaml without starting anything."""
-    if output is Output.JSON:
-        _validate_for_programs(run_yaml)
-        return
-    loaded = load(run_yaml, count_gpus, find_size)
-    print_line(f"{run_yaml}: {loaded.spec.name} is valid")
-    print_notices(loaded)
+    try:
+        loaded = load(run_yaml, count_gpus, find_size)
+    except ConfigError as error:
+        if output is Output.TEXT:
+            raise
+        print_json(_checked(run_yaml, None, error.problems, ()))
+        raise typer.Exit(exit_codes.USAGE) from None
+    document = _checked(run_yaml, loaded.spec.name, (), loaded.notices)
+    print_result(output, document, f"{run_yaml}: {loaded.spec.name} is valid")
+    if output is Output.TEXT:
+        print_notices(loaded)
 
 
 def count_gpus() -> int:
@@ -166,15 +171,6 @@ def print_notices(loaded: Loaded, terminal: Console = console) -> None:
     """Print a line for each notice about a valid file."""
     for notice in loaded.notices:
         print_line(f"notice: {notice}", terminal)
-
-
-def _validate_for_programs(run_yaml: Path) -> None:
-    try:
-        loaded = load(run_yaml, count_gpus, find_size)
-    except ConfigError as error:
-        print_json(_checked(run_yaml, None, error.problems, ()))
-        raise typer.Exit(exit_codes.USAGE) from None
-    print_json(_checked(run_yaml, loaded.spec.name, (), loaded.notices))
 
 
 def _checked(

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.documents import Lease, RunRecord
+from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists
 from grpo_orch.checkpoint.store.probe import probe
@@ -37,6 +36,7 @@ from grpo_orch.orchestrator.cli.options import (
     errors,
     print_json,
     print_line,
+    print_result,
     require_terminal,
     text_terminal,
 )
@@ -282,9 +282,7 @@ def up(
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _print_started(_start(store, record, "up", controller), store, output, detach)
-    if not detach:
-        attach(store, output)
+    _start(store, record, "up", controller, output, detach=detach)
 
 
 def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
@@ -347,9 +345,7 @@ def resume(
     keep_options(storage)
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
-    _print_started(_start(store, record, "resume", controller), store, output, detach)
-    if not detach:
-        attach(store, output)
+    _start(store, record, "resume", controller, output, detach=detach)
 
 
 def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) -> list[str]:
@@ -401,18 +397,19 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """Where a run's daemon runs: a process here, or a controller machine."""
-
-    run: str
-    pid: int | None
-    controller: str | None
-
-
-def _start(store: Store, record: RunRecord, reason: str, controller: RemoteController | None) -> _Started:
+def _start(
+    store: Store,
+    record: RunRecord,
+    reason: str,
+    controller: RemoteController | None,
+    output: Output,
+    *,
+    detach: bool,
+) -> None:
+    """Start the run's daemon, as a process here or on a controller machine, and watch the run unless `detach`."""
     remember_run(store.url)
     pid = None
+    watch, stop = f"grpo-orch status -w {store.quoted}", f"grpo-orch down {store.quoted}"
     try:
         if controller is not None:
             start_remote(controller, store, reason)
@@ -424,22 +421,16 @@ def _start(store: Store, record: RunRecord, reason: str, controller: RemoteContr
         _refuse_held(store)
         raise
     except KeyboardInterrupt:  # the daemon does not receive it
-        hint = f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
+        hint = f"watch it with `{watch}`, stop it with `{stop}`"
         message = f"{record.spec.name} has started and keeps running in the background; {hint}"
         raise Stop(message, exit_codes.INTERRUPTED) from None
-    return _Started(record.spec.name, pid, None if controller is None else controller.cluster)
-
-
-def _print_started(started: _Started, store: Store, output: Output, detach: bool) -> None:
-    if output is Output.JSON:
-        print_json({**asdict(started), "store": store.url})
-        return
-    here = f"(pid {started.pid})"
-    there = f"on {started.controller}; that machine stays until `grpo-orch down {store.quoted}`"
-    where = here if started.controller is None else there
-    print_line(f"The daemon for {started.run} is running {where}.")
-    if detach:
-        print_line(f"Watch it with: grpo-orch status -w {store.quoted}")
+    cluster = None if controller is None else controller.cluster
+    where = f"(pid {pid})" if cluster is None else f"on {cluster}; that machine stays until `{stop}`"
+    text = f"The daemon for {record.spec.name} is running {where}."
+    document = {"run": record.spec.name, "pid": pid, "controller": cluster, "store": store.url}
+    print_result(output, document, f"{text}\nWatch it with: {watch}" if detach else text)
+    if not detach:
+        attach(store, output)
 
 
 def _refuse_existing(store: Store) -> None:
@@ -454,7 +445,11 @@ def _refuse_existing(store: Store) -> None:
 
 def _refuse_held(store: Store) -> None:
     if has_daemon(store) and (lease := documents.LEASE.read(store, UnreadableDocuments())):
-        raise Stop(_held(store, lease), exit_codes.HELD)
+        raise Stop(
+            f"{store.url} already has a daemon: pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
+            f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`",
+            exit_codes.HELD,
+        )
 
 
 def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
@@ -467,13 +462,6 @@ def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> N
             f"`grpo-orch down {store.quoted}`",
             exit_codes.FAILED,
         )
-
-
-def _held(store: Store, lease: Lease) -> str:
-    return (
-        f"{store.url} already has a daemon: pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
-        f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
-    )
 
 
 def _state(store: Store) -> RunState:
