@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
+from rich.console import RenderableType
 from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
@@ -39,6 +40,7 @@ from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 NEWEST = "latest"
 EXPECTED = f"expected TIMELINE-STEP as in 0-120, a step, or `{NEWEST}`"
@@ -57,6 +59,13 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     listed = _catalog(store).newest().checkpoints
     beat = documents.TRAINER.read(store, UnreadableDocuments())
     reasons = keep_reasons(listed, record.spec, read_forks(store), beat)
+    document = [{**_plain(checkpoint), "keep_reasons": reasons[checkpoint.at]} for checkpoint in listed]
+    print_result(output, document, lambda: _table(store, listed, reasons) if listed else "no checkpoint yet")
+
+
+def _table(
+    store: Store, listed: Sequence[Checkpoint], reasons: Mapping[PolicyVersion, Sequence[str]]
+) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("version", "age", "size"):
         table.add_column(title, no_wrap=True)
@@ -66,8 +75,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
         age = duration(now_s - checkpoint.created_at_s)
         why = ", ".join(reasons[checkpoint.at]) or UNKNOWN_TEXT
         table.add_row(checkpoint.version, age, data_size(checkpoint.size_bytes), why)
-    document = [{**_plain(checkpoint), "keep_reasons": reasons[checkpoint.at]} for checkpoint in listed]
-    print_result(output, document, table if listed else "no checkpoint yet")
+    return table
 
 
 @app.command()

@@ -28,7 +28,7 @@ def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
     explanation = documents.PLAN.read(store, UnreadableDocuments())
     if explanation is None:
         raise Stop("the store has no plan yet; the daemon writes it in its first tick", exit_codes.FAILED)
-    print_result(output, _plain(explanation), _drawn(explanation, RunObserver(store).settle()))
+    print_result(output, _plain(explanation), lambda: _drawn(explanation, RunObserver(store).settle()))
 
 
 def _drawn(explanation: Explanation, now_s: float) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -108,11 +109,13 @@ def print_json(document: object) -> None:
     print(json.dumps(document), flush=True)
 
 
-def print_result(output: Output, document: object, text: RenderableType) -> None:
-    """Print a command's result: the document as JSON, or the text, a string as `print_line` does."""
+def print_result(output: Output, document: object, text: RenderableType | Callable[[], RenderableType]) -> None:
+    """Print a command's result: the document as JSON, or the text or its result, a string as `print_line` does."""
     if output is Output.JSON:
         print_json(document)
-    elif isinstance(text, str):
+        return
+    text = text() if callable(text) else text
+    if isinstance(text, str):
         print_line(text)
     else:
         console.print(text)
