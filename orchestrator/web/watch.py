@@ -88,7 +88,8 @@ class Watch:
             if not isinstance(error, StoreError):
                 log.exception("observation_failed")
             trouble = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-            observation = replace(self.newest, number=self.newest.number + 1, trouble=trouble, _cache={})
+            self._number += 1
+            observation = replace(self.newest, number=self._number, trouble=trouble, _cache={})
         self._observed_at_s = time.monotonic()
         if observation.trouble != self.newest.trouble or _mark(observation) != _mark(self.newest):
             self.newest = observation

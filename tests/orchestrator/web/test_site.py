@@ -196,7 +196,9 @@ def test_failed_look_is_shown_and_the_next_one_replaces_it(monkeypatch: pytest.M
         with monkeypatch.context() as broken:
             broken.setattr(Watch, "observation", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
+            failed = await (await client.get("/live")).json()
         assert "ZeroDivisionError" not in await (await client.get("/")).text()
+        assert await (await client.get("/live")).json() != failed
 
     browse(world, story)
 
