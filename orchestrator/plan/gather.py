@@ -41,7 +41,7 @@ from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
 from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_syncs, time_step
 from grpo_orch.policies.costs import disks
-from grpo_orch.policies.costs.list_prices import store_usd_per_gb_month
+from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.costs.store_costs import GB, Location
 from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
@@ -259,7 +259,7 @@ def plan_checkpoints(
     most = None if steps is None else max_checkpoints(spec.checkpoints, save_steps, logging_steps, steps)
     base = _base_bytes(spec, model)
     stay = None if most is None else most * size + base
-    price = store_usd_per_gb_month(store.cloud)
+    price = store_price(store.cloud)
     return CheckpointPlan(
         size_bytes=size,
         save_steps=save_steps,
@@ -268,7 +268,7 @@ def plan_checkpoints(
         max_count=most,
         base_bytes=base,
         kept_bytes=stay,
-        kept_usd_per_month=None if stay is None or price is None else stay / GB * price,
+        kept_usd_per_month=None if stay is None or price is None else stay / GB * price.usd_per_gb_month,
     )
 
 

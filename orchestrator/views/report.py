@@ -18,6 +18,7 @@ from grpo_orch.checkpoint.records.metrics import StepTiming, logged, median_timi
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import export_of
+from grpo_orch.orchestrator.plan.prices import store_place
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
     Change,
@@ -42,6 +43,7 @@ from grpo_orch.orchestrator.views.measurements import (
 )
 from grpo_orch.orchestrator.views.model import HealthView, health_of
 from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.policies.costs.store_costs import SAME_REGION, Location, Stored, Tariff, tariff_of, usage_of_run
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.fleet.budget import not_counted
 from grpo_orch.policies.ledger.accounting import (
@@ -52,9 +54,9 @@ from grpo_orch.policies.ledger.accounting import (
     journalled_faults,
     merge_faults,
 )
-from grpo_orch.policies.ledger.rentals import bill, rentals
+from grpo_orch.policies.ledger.rentals import Rental, bill, rentals
 from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.spec import RunSpec, may_overlap
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, may_overlap
 from grpo_orch.policies.model.timelines import Skipped
 from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RunPhase
 from grpo_orch.policies.serving.gateway_status import VersionSpread
@@ -124,6 +126,8 @@ class Report:
     usd_per_step: float | None  # None before the first step
     usd_per_million_tokens: float | None  # trained tokens
     not_counted: str
+    store_usd: float  # estimated; not part of `cost_usd`
+    store_unpriced: str  # the parts without a known price
     faults_survived: int
     faults: tuple[FaultCost, ...]
     restarts: dict[str, int]  # by slot, of its machine or job after a fault
@@ -150,7 +154,8 @@ def build_report(reader: Reader, now_s: float) -> Report:
     restarts = Counter(fault.target for fault in journalled)
     # A controller machine costs money after the run's end, until `down`.
     controllers_usd = sum(rental.usd for rental in reader.controllers(now_s))
-    money = bill(rentals(history, end_s), controllers_usd)
+    rented, tariff, wall_s = rentals(history, end_s), _tariff(reader), max(0.0, end_s - reader.record.created_at_s)
+    money = bill(rented, controllers_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = rollback_reports(reader)
     trained = sum(row.tokens for row in rows)
@@ -169,7 +174,7 @@ def build_report(reader: Reader, now_s: float) -> Report:
         kl_last=next(reversed(logged(rows, "kl")), None),
         sampling_logp_difference_max=max(logged(reader.rows, LOGP_DIFFERENCE), default=None),
         checkpoints=len(reader.checkpoints),
-        wall_s=max(0.0, end_s - reader.record.created_at_s),
+        wall_s=wall_s,
         seconds_lost=sum(cost.seconds_lost for cost in costs),
         tokens_generated=sum(row.tokens for row in reader.rows),
         tokens_regenerated=sum(row.tokens_discarded for row in reader.rows),
@@ -179,6 +184,8 @@ def build_report(reader: Reader, now_s: float) -> Report:
         usd_per_step=money.cost_usd / rows[-1].step if rows and rows[-1].step else None,
         usd_per_million_tokens=money.cost_usd / trained * 1e6 if trained else None,
         not_counted=not_counted(reader.spec),
+        store_usd=_store_usd(reader, rented, tariff, wall_s),
+        store_unpriced=_unpriced(tariff),
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
         restarts={slot: restarts[slot] for slot in sorted(state.slots)},
@@ -227,6 +234,48 @@ def _overlap(timing: StepTiming | None, spec: RunSpec) -> str | None:
     if timing is None or not may_overlap(spec):
         return None
     return overlap_words(timing.step_s, timing.sequential_s, timing.overlapped_s, spec.rollout.max_staleness)
+
+
+def _tariff(reader: Reader) -> Tariff:
+    """Return the prices of the run's store, as seen from its machines."""
+    if reader.spec.cloud != "sky":
+        return tariff_of(SAME_REGION, SAME_REGION)
+    return tariff_of(store_place(reader.store), _machines_place(reader))
+
+
+def _machines_place(reader: Reader) -> Location:
+    """Return the location of the run's machines, else the only one that run.yaml names."""
+    for node in reader.newest_node.values():
+        if node.pool is not None:
+            return Location(node.pool.cloud, node.pool.region)
+    alternatives = alternatives_of(reader.spec.trainer.resources)
+    named = [str(resources.get("infra") or resources.get("cloud") or "*") for resources in alternatives]
+    places = {tuple(place.lower().split("/")[:2]) for place in named}
+    if len(places) != 1 or "*" in (only := places.pop())[0]:
+        return Location("")
+    return Location(only[0], only[1] if len(only) > 1 and only[1] != "*" else "")
+
+
+def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s: float) -> float:
+    """Estimate the cost of the store's requests and traffic over the whole run."""
+    spec, rows = reader.spec, reader.rows
+    published = next((row.values for row in reversed(rows) if row.values.get(metrics.PUBLISHED)), None)
+    policy_bytes = 0.0
+    if published is not None:
+        policy_bytes = published[metrics.WEIGHTS_BYTES] / published[metrics.PUBLISHED]
+    stored = Stored(
+        steps=len(rows) * int(spec.grpo.get("logging_steps", 1)),
+        tokens=sum(row.tokens for row in rows),
+        sent_bytes=sum(row.values.get(metrics.PUBLISHED_BYTES, 0.0) for row in rows),
+        policy_bytes=policy_bytes,
+    )
+    return tariff.usd(usage_of_run(stored, [(rental.role, rental.hours) for rental in rented], wall_s, spec))
+
+
+def _unpriced(tariff: Tariff) -> str:
+    requests = "its requests (price not known)" if tariff.put_usd is None else ""
+    traffic = f"its traffic ({tariff.reason})" if tariff.reason else ""
+    return ", ".join(part for part in (requests, traffic) if part)
 
 
 def rehearsed_fault(fault: RehearsedFault) -> Fault:
@@ -300,6 +349,9 @@ def _figures(report: Report) -> RenderableType:
     if report.cost_usd > 0 and report.usd_per_step is not None and report.usd_per_million_tokens is not None:
         each = f"{usd(report.usd_per_step)} a step, {usd(report.usd_per_million_tokens)} a million trained tokens"
         table.add_row("", f"{each}; {usd(report.saved_usd)} saved; not counted: {report.not_counted}")
+    if report.store_usd or report.store_unpriced:
+        without = f", not counting {report.store_unpriced}" if report.store_unpriced else ""
+        table.add_row("store", f"about {usd(report.store_usd)} more{without}")
     drift = f"{short(report.sampling_logp_difference_max)}, the largest log-probability difference"
     table.add_row("sampling drift", drift)
     if report.weights is not None:

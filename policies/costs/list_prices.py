@@ -1,4 +1,4 @@
-"""List prices missing from the clouds' machine catalogs: disks and stores.
+"""List prices missing from the clouds' machine catalogs: disks, stores and traffic.
 
 For US regions, without taxes and discounts, as published by the clouds in 2025; up to a third higher elsewhere. A
 price that is not listed is unknown (None), never 0.
@@ -73,11 +73,27 @@ def clouds_with_disks() -> tuple[str, ...]:
     return tuple(_DISKS)
 
 
-# USD for a GB stored for a month: AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its
-# standard class.
-_STORES: Mapping[str, float] = {"aws": 0.023, "gcp": 0.02, "azure": 0.018, "r2": 0.015}
+@dataclass(frozen=True, slots=True)
+class StorePrice:
+    """Prices of a store: requests that write or list, requests that read, a GB sent out of the region or of the
+    cloud, and a GB stored for a month. Incoming bytes are free everywhere."""
+
+    put_usd: float
+    get_usd: float
+    to_other_region_usd_per_gb: float
+    to_internet_usd_per_gb: float
+    usd_per_gb_month: float
 
 
-def store_usd_per_gb_month(cloud: str) -> float | None:
-    """Return the price of a GB stored for a month; None if it is not listed."""
-    return 0.0 if cloud in OWN else _STORES.get(cloud)
+# AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its standard class.
+_STORES: Mapping[str, StorePrice] = {
+    "aws": StorePrice(5e-6, 4e-7, 0.02, 0.09, 0.023),
+    "gcp": StorePrice(5e-6, 4e-7, 0.02, 0.12, 0.02),
+    "azure": StorePrice(5e-6, 4e-7, 0.02, 0.087, 0.018),
+    "r2": StorePrice(4.5e-6, 3.6e-7, 0.0, 0.0, 0.015),
+}
+
+
+def store_price(cloud: str) -> StorePrice | None:
+    """Return the prices of a cloud's store and traffic; None if they are not listed."""
+    return StorePrice(0.0, 0.0, 0.0, 0.0, 0.0) if cloud in OWN else _STORES.get(cloud)

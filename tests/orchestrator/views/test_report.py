@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 from matplotlib import image
 from rich.console import Console
 
+from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.formatting import Change
 from grpo_orch.orchestrator.views.model import HealthView
-from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
+from grpo_orch.orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
@@ -97,6 +99,20 @@ def test_the_report_in_exact_numbers(world: World) -> None:
     assert report.cost_all_on_demand_usd == pytest.approx((183 * 7.2 + rollout_s * 3.6) / 3600)
     assert report.usd_per_step == pytest.approx(cost_usd / 10)
     assert report.usd_per_million_tokens == pytest.approx(cost_usd / 5120 * 1e6)
+    assert (report.store_usd, report.store_unpriced) == (0.0, ""), "on a machine of one's own"
+    assert "store" not in drawn(report).split("not counted")[0]
+
+
+def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = documents.read_run(world.store)
+    cloud = replace(record, spec=replace(record.spec, cloud="sky"))
+    monkeypatch.setattr(documents, "read_run", lambda _: cloud)
+    monkeypatch.setattr(world.store, "url", "gs://bucket/run")
+    report = report_of(world.store, T0 + 184)
+    requests = 184 * (3.5 * 5e-6 + (6 + 4 * (1 + 1 / 60)) * 4e-7) + 10 * 10 * 5e-6
+    assert report.store_usd == pytest.approx(requests, rel=0.2)
+    assert report.store_unpriced == "its traffic (the machines' cloud is unknown)"
+    assert "more, not counting its traffic (the machines' cloud is unknown)" in " ".join(drawn(report).split())
 
 
 def test_down_and_resume_are_neither_faults_nor_restarts(world: World) -> None:
@@ -305,3 +321,12 @@ def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) 
 
     alone = blue_lines(AbandonedRows())
     assert blue_lines(AbandonedRows(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
+
+
+def test_fault_marks_are_drawn(tmp_path: Path) -> None:
+    without, with_marks = tmp_path / "a.png", tmp_path / "b.png"
+    plot(rows(reward=1.0), None, without)
+    plot(rows(reward=1.0), None, with_marks, faults=[FaultMark(10, "kill"), FaultMark(20, "kill")])
+    different = (image.imread(without) != image.imread(with_marks)).any(axis=2)
+    columns = different[150:420, :740].sum(axis=0)  # the first panel
+    assert (columns > 80).sum() >= 2

@@ -13,10 +13,15 @@ from grpo_orch.checkpoint.records.documents import MachineReport
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.clouds.sky.watch import DATED_TO_S, Reports
-from grpo_orch.policies.costs.store_costs import are_reports_listed
+from grpo_orch.policies.costs.store_costs import (
+    CONTROL_GETS_PER_S,
+    CONTROL_PUTS_PER_S,
+    LEASES_PER_S,
+    LISTED,
+    usage_of_control,
+)
 
 names = itertools.count()
-LISTED = 1000  # objects in one listing
 
 
 class Counting(Store):
@@ -62,14 +67,15 @@ class Fleet:
 
 
 @pytest.mark.parametrize("count", [9, 12, 13, 101, 1001])
-def test_quiet_fleet_makes_the_cheaper_requests(count: int) -> None:
+def test_quiet_fleet_makes_the_estimated_requests(count: int) -> None:
     fleet = Fleet(count)
     fleet.looks(10)
     assert set(fleet.reports.by_node) == set(fleet.nodes)
     fleet.store.gets = fleet.store.listings = 0
     fleet.looks(60)
-    listings, gets = (-(-count // LISTED), 0) if are_reports_listed(count) else (0, count)
-    assert (fleet.store.listings, fleet.store.gets) == (60 * listings, 60 * gets)
+    use = usage_of_control(60.0, count)
+    assert fleet.store.listings == use.puts - 60 * CONTROL_PUTS_PER_S
+    assert fleet.store.gets == pytest.approx(use.gets - 60 * (CONTROL_GETS_PER_S + LEASES_PER_S * count))
 
 
 @pytest.mark.parametrize("count", [2, 40])
