@@ -1,4 +1,4 @@
-"""Draw a run as a PNG: reward, held-out score, loss, reward band, and KL with its limit.
+"""Draw a run as a PNG: reward, held-out score, loss, reward band, KL with its limit, and step times.
 
 The lines show the current timeline and its ancestors; steps abandoned by rollbacks are grey.
 """
@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, MetricsRow
+from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, MetricsRow, StepTiming, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
@@ -27,6 +27,7 @@ GREY_MARGIN = 0.5  # space for grey lines above and below, as a share of the hei
 SMOOTHED_OVER = 0.08  # window of the running mean, as a share of the steps
 
 Series = tuple[list[int], list[float]]
+Timings = Sequence[tuple[MetricsRow, StepTiming]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,12 @@ def plot(
     lost: AbandonedRows = AbandonedRows(),
 ) -> None:
     """Draw the rows to a PNG at `path`; `faults` are their steps. A panel without data shows "not logged"."""
-    figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
+    figure = Figure(figsize=(12, 14.5), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.92, bottom=0.06)
+    grid = figure.add_gridspec(4, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.935, bottom=0.045)
     panels = [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])]
     panels += [figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]), figure.add_subplot(grid[2, :])]
+    timed = [figure.add_subplot(grid[3, 0]), figure.add_subplot(grid[3, 1])]
     _reward(panels[0], rows)
     _train_and_held_out(panels[1], rows)
     _loss(panels[2], rows)
@@ -87,8 +89,13 @@ def plot(
     for panel, metric in zip(panels, (REWARD, REWARD, "loss", REWARD, "kl"), strict=True):
         _abandoned(panel, lost, metric)
         _finish(panel, [*rows, *lost.rows], faults)
-    figure.align_ylabels([panels[0], panels[2], panels[4]])
-    figure.align_ylabels([panels[1], panels[3]])
+    timings = step_timings(sorted(rows, key=lambda row: row.time_s))
+    _seconds(timed[0], timings)
+    _idle(timed[1], timings)
+    for panel in timed:
+        _finish(panel, [*rows, *lost.rows], faults)
+    figure.align_ylabels([panels[0], panels[2], panels[4], timed[0]])
+    figure.align_ylabels([panels[1], panels[3], timed[1]])
     figure.text(0.08, 0.97, title, fontsize=17, fontweight="bold", color=INK)
     figure.text(0.97, 0.97, _subtitle(rows, faults, lost.marks), fontsize=11, color="#7a8290", ha="right")
     figure.savefig(path, format="png")
@@ -141,6 +148,45 @@ def _kl(panel: Axes, rows: Sequence[MetricsRow], limit: float | None) -> None:
         if above:
             steps, values = zip(*above, strict=True)
             panel.scatter(steps, values, color=RED, s=16, zorder=4, label="above the limit")
+
+
+def _seconds(panel: Axes, timings: Timings) -> None:
+    _title(panel, "Seconds of a step", "s")
+    for name, colour, label in (
+        ("generate_s", BLUE, "generate"),
+        ("train_s", GREEN, "train"),
+        ("sync_s", PURPLE, "sync"),
+    ):
+        draw_timing(panel, timings, name, colour, label)
+
+
+def _idle(panel: Axes, timings: Timings) -> None:
+    """Draw the idle seconds of trainer and fleet, and the staleness on a second axis."""
+    _title(panel, "Idle seconds of a step, and staleness", "s")
+    draw_timing(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
+    draw_timing(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
+    stale = [(row.step, timing.staleness) for row, timing in timings if timing.staleness is not None]
+    if not stale:
+        return
+    steps, values = zip(*stale, strict=True)
+    staleness_axis = panel.twinx()
+    staleness_axis.spines[["top", "left", "bottom"]].set_visible(False)
+    staleness_axis.set_ylabel("staleness, steps", color=INK, fontsize=10)
+    staleness_axis.tick_params(colors=INK, labelsize=9, length=3)
+    staleness_axis.set_ylim(0, max(*values, 2.0) + 0.5)
+    staleness_axis.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    staleness_axis.plot(steps, values, color=ORANGE, linewidth=1.5, drawstyle="steps-mid")
+    panel.plot([], [], color=ORANGE, linewidth=1.5, label="staleness")
+
+
+def draw_timing(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
+    """Draw one of the timings by step, and its moving mean."""
+    if not timings:
+        return
+    steps, values = [row.step for row, _ in timings], [getattr(timing, name) for _, timing in timings]
+    marker = "o" if len(steps) == 1 else None
+    panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+    panel.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker=marker, label=label)
 
 
 def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:

@@ -288,7 +288,7 @@ def test_a_run_with_little_logged_is_plotted(logged: list[MetricsRow], tmp_path:
     path = tmp_path / "plot.png"
     plot(logged, 0.5, path, title="little")
     pixels = image.imread(path)
-    assert pixels.shape[:2] == (1430, 1560)
+    assert pixels.shape[:2] == (1885, 1560)
     assert pixels.std() > 0.01
 
 
