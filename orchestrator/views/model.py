@@ -164,6 +164,7 @@ class RunView:
     daemon: DaemonView
     recent: tuple[MetricsRow, ...]
     events: tuple[EventLine, ...]  # the newest last
+    plan: str = ""  # of the fleet, one sentence; empty while nothing is compared
     weights: WeightsView | None = None  # transfer of the newest policy; None before the first
     parked_s: float | None = None  # seconds parked; None: not parked
     step_timing: StepTiming | None = None  # medians of the last steps

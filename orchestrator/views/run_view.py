@@ -112,6 +112,7 @@ def described(
         recent=tuple(rows[-RECENT_STEPS:]),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
         step_timing=median_timing(timing for _, timing in step_timings(rows[-RECENT_ROWS:])[-PACE_STEPS:]),
+        plan=reader.plan if running else "",
         weights=newest_weights(rows, gateway.versions if gateway else ()),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )

@@ -220,6 +220,11 @@ def weights(view: RunView, width: int) -> list[Text]:
     return [] if view.weights is None else labelled("weights", weights_words(view.weights), width, style="dim")
 
 
+def plan(view: RunView, width: int) -> list[Text]:
+    """Draw why the fleet has its nodes."""
+    return labelled("plan", plain(view.plan), width, most=2, style="dim") if view.plan else []
+
+
 def joining(view: RunView, width: int) -> list[Text]:
     """Draw what joining nodes are fetching or starting."""
     stages = stages_words({node.node: node.stage for node in view.nodes if node.stage is not None})
@@ -386,7 +391,7 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     dollars += free.take(deadline(view, width), keep)
     times = free.take(timing(view.step_timing, width), keep)
     stages = free.take(joining(view, width), keep)
-    details = free.take(weights(view, width), keep)
+    details = free.take(weights(view, width), keep) + free.take(plan(view, width), keep)
     blanks = free.take([BLANK] * 3, keep)
     nodes = free.take(machines(view, width, _machine_lines(view, free.count)))
     events = _events(view, width, free.count)

@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.formatting import Change
 from grpo_orch.orchestrator.views.model import HealthView
-from grpo_orch.orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
+from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
@@ -326,7 +326,7 @@ def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) 
 def test_fault_marks_are_drawn(tmp_path: Path) -> None:
     without, with_marks = tmp_path / "a.png", tmp_path / "b.png"
     plot(rows(reward=1.0), None, without)
-    plot(rows(reward=1.0), None, with_marks, faults=[FaultMark(10, "kill"), FaultMark(20, "kill")])
+    plot(rows(reward=1.0), None, with_marks, faults=[10, 20])
     different = (image.imread(without) != image.imread(with_marks)).any(axis=2)
     columns = different[150:420, :740].sum(axis=0)  # the first panel
     assert (columns > 80).sum() >= 2
