@@ -25,7 +25,7 @@ openenv-env: .venv-openenv/.ready
 
 # The nodes' environment: torch, TRL and vLLM, about 4 GB, as `grpo-orch node-env` makes it for an installed wheel.
 .venv-node/.ready: pyproject.toml $(LOCKS)/$(NODE_EXTRA).txt | system-packages
-	$(PYTHON) -m grpo_orch.orchestrator.node_env .venv-node $(NODE_EXTRA),deepspeed,tensorboard,test
+	$(PYTHON) -m grpo_orch.orchestrator.node_installer .venv-node $(NODE_EXTRA),deepspeed,tensorboard,test
 	touch $@
 
 # OpenEnv's harness, which a test trains: it does not install next to vLLM. 0.5 GB.

@@ -6,7 +6,6 @@ a completion: one after the step of the policy that generated it.
 
 from __future__ import annotations
 
-import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -179,17 +178,31 @@ def select(
 ) -> tuple[list[FoundSample], Summary]:
     """Return `count` matching completions, skipping the `first` ones, and a summary of all completions.
 
-    Reads the groups once, and keeps at most `first + count` completions in memory. Raises the errors of `groups`.
+    Raises the errors of `groups`. A step's samples are at most 32 Mi characters.
     """
-    tally = _Tally()
-    matching = (item for item in _all(step, groups) if tally.count(item, is_match=_matches(item, wanted)))
-    match order:
-        case SortOrder.STORED:
-            chosen = [item for index, item in enumerate(matching) if first <= index < first + count]
-        case SortOrder.WORST | SortOrder.BEST:
-            sign = 1 if order is SortOrder.WORST else -1
-            chosen = heapq.nsmallest(first + count, matching, key=lambda item: _rank(item, sign))[first:]
-    return chosen, tally.summary()
+    found = list(_all(step, groups))
+    matching = [item for item in found if _matches(item, wanted)]
+    if order is not SortOrder.STORED:
+        sign = 1 if order is SortOrder.WORST else -1
+        matching.sort(key=lambda item: _rank(item, sign))
+    return matching[first : first + count], _summary(found, len(matching))
+
+
+def _summary(found: Sequence[FoundSample], matching: int) -> Summary:
+    samples = [item.sample for item in found]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    return Summary(
+        prompts=len({item.link.group for item in found}),
+        completions=len(samples),
+        matching=matching,
+        cut=sum(sample.cut is True for sample in samples),
+        handed_over=sum(bool(sample.handed_over) for sample in samples),
+        reward_min=min(rewards, default=None),
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        reward_max=max(rewards, default=None),
+        nodes=tuple(sorted({sample.node for sample in samples} - {""})),
+        policies=tuple(sorted({_version(sample) for sample in samples} - {""})),
+    )
 
 
 def _matches(item: FoundSample, wanted: SampleFilter) -> bool:
@@ -226,44 +239,6 @@ def _all(step: Step, groups: Iterable[tuple[int, Head, Group]]) -> Iterator[Foun
     for number, head, group in groups:
         for index, sample in enumerate(group.samples):
             yield FoundSample(Link(str(step), number, index), head, group, sample)
-
-
-class _Tally:
-    """Collects the statistics of a Summary."""
-
-    def __init__(self) -> None:
-        self._groups, self._nodes, self._policies = set[int](), set[str](), set[str]()
-        self._completions = self._matching = self._cut = self._handed_over = 0
-        self._rewards = list[float]()
-
-    def count(self, item: FoundSample, *, is_match: bool) -> bool:
-        """Count a completion, and return `is_match`."""
-        sample = item.sample
-        self._groups.add(item.link.group)
-        self._nodes |= {sample.node} - {""}
-        self._policies |= {_version(sample)} - {""}
-        self._completions += 1
-        self._matching += is_match
-        self._cut += sample.cut is True
-        self._handed_over += bool(sample.handed_over)
-        if sample.reward is not None:
-            self._rewards.append(sample.reward)
-        return is_match
-
-    def summary(self) -> Summary:
-        rewards = self._rewards
-        return Summary(
-            prompts=len(self._groups),
-            completions=self._completions,
-            matching=self._matching,
-            cut=self._cut,
-            handed_over=self._handed_over,
-            reward_min=min(rewards, default=None),
-            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
-            reward_max=max(rewards, default=None),
-            nodes=tuple(sorted(self._nodes)),
-            policies=tuple(sorted(self._policies)),
-        )
 
 
 # JSON data, for programs and templates.

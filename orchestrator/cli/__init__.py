@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from grpo_orch.orchestrator.cli.examples import epilog
-from grpo_orch.orchestrator.cli.options import EXIT_CODES, Stop, console, errors, print_failure, reader
+from grpo_orch.orchestrator.cli.options import EXIT_CODES, Stop, console, errors, print_failure, print_line, reader
 from grpo_orch.policies.model import exit_codes
 
 # Modules and functions in orchestrator.cli, in the order of the help.
@@ -157,11 +157,11 @@ def _drop_store_retries(_: Any, __: str, event: MutableMapping[str, Any]) -> Mut
 
 def _exit(message: str, exit_code: int, terminal: Console = errors) -> NoReturn:
     try:
-        terminal.print(message, highlight=False, soft_wrap=True)
+        print_line(message, terminal)
         print_failure(message, exit_code)
     except OSError as error:  # of stdout, which may be the error that `message` reports
         if terminal is not errors:
-            errors.print(f"cannot print: {error.strerror}", highlight=False, soft_wrap=True)
+            print_line(f"cannot print: {error.strerror}", errors)
         exit_code = exit_code or exit_codes.FAILED
     sys.exit(exit_code)
 

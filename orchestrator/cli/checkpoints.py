@@ -6,13 +6,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import progress as bars
+from rich.console import RenderableType
 from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
@@ -25,11 +26,21 @@ from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.checkpoint.stream.chunks import Progress
 from grpo_orch.checkpoint.stream.transfer import read_manifest
 from grpo_orch.checkpoint.stream.transfer import verify as read_all
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    errors,
+    print_json,
+    print_line,
+    print_result,
+)
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 NEWEST = "latest"
 EXPECTED = f"expected TIMELINE-STEP as in 0-120, a step, or `{NEWEST}`"
@@ -48,12 +59,13 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     listed = _catalog(store).newest().checkpoints
     beat = documents.TRAINER.read(store, UnreadableDocuments())
     reasons = keep_reasons(listed, record.spec, read_forks(store), beat)
-    if output is Output.JSON:
-        print_json([{**_plain(checkpoint), "keep_reasons": reasons[checkpoint.at]} for checkpoint in listed])
-        return
-    if not listed:
-        console.print("no checkpoint yet")
-        return
+    document = [{**_plain(checkpoint), "keep_reasons": reasons[checkpoint.at]} for checkpoint in listed]
+    print_result(output, document, lambda: _table(store, listed, reasons) if listed else "no checkpoint yet")
+
+
+def _table(
+    store: Store, listed: Sequence[Checkpoint], reasons: Mapping[PolicyVersion, Sequence[str]]
+) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("version", "age", "size"):
         table.add_column(title, no_wrap=True)
@@ -63,7 +75,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
         age = duration(now_s - checkpoint.created_at_s)
         why = ", ".join(reasons[checkpoint.at]) or UNKNOWN_TEXT
         table.add_row(checkpoint.version, age, data_size(checkpoint.size_bytes), why)
-    console.print(table, highlight=False)
+    return table
 
 
 @app.command()
@@ -104,7 +116,7 @@ def verify(
             intact = f"{version} is intact, {data_size(checkpoint.size_bytes)}"
             line = f"{version} is damaged: {'; '.join(damage)}" if damage else intact
         if output is Output.TEXT:
-            console.print(line, highlight=False, soft_wrap=True)
+            print_line(line)
     if output is Output.JSON:
         print_json([{**_plain(checkpoint), "damage": damage} for checkpoint, damage in damage_of.items()])
     if damaged := [checkpoint.version for checkpoint, damage in damage_of.items() if damage]:
@@ -129,17 +141,14 @@ def export(
         with _progress(f"exporting {checkpoint.version}", found.size_bytes) as progress:
             manifest.materialize(store, found.root, found.files, folder, progress)
     except OSError as error:
-        raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
+        raise Stop(f"{folder}: {error.strerror}") from None
     except NotFound:
         if _is_listed(catalog, checkpoint):
             raise
         hint = f"pin a checkpoint before you export it: `grpo-orch checkpoints pin VERSION {store.quoted}`"
         raise Stop(f"{checkpoint.version} was retired in the meantime; {hint}", exit_codes.FAILED) from None
-    if output is Output.JSON:
-        print_json({**_plain(checkpoint), "folder": str(folder)})
-    else:
-        line = f"Wrote {checkpoint.version} to {folder}, {data_size(found.size_bytes)}"
-        console.print(line, highlight=False, soft_wrap=True)
+    line = f"Wrote {checkpoint.version} to {folder}, {data_size(found.size_bytes)}"
+    print_result(output, {**_plain(checkpoint), "folder": str(folder)}, line)
 
 
 def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> None:
@@ -147,10 +156,7 @@ def _pin(version: str, target: str | None, output: Output, *, pinned: bool) -> N
     catalog = _catalog(store)
     at = find_checkpoint(catalog.newest().checkpoints, version).at
     checkpoint = catalog.pin(time.time(), at, pinned=pinned).find(at)
-    if output is Output.JSON:
-        print_json(_plain(checkpoint))
-    else:
-        console.print(f"{at} is {'pinned' if pinned else 'not pinned'}", highlight=False)
+    print_result(output, _plain(checkpoint), f"{at} is {'pinned' if pinned else 'not pinned'}")
 
 
 def _catalog(store: Store) -> Catalog:
@@ -164,14 +170,14 @@ def _is_listed(catalog: Catalog, checkpoint: Checkpoint) -> bool:
 def find_checkpoint(listed: Sequence[Checkpoint], text: str) -> Checkpoint:
     """Return the checkpoint that `text` names; a bare step means the newest timeline that has it. Raises Stop."""
     if not _VERSION.fullmatch(text):
-        raise Stop(f"{text!r} is not a checkpoint: {EXPECTED}", exit_codes.USAGE)
+        raise Stop(f"{text!r} is not a checkpoint: {EXPECTED}")
     if not listed:
-        raise Stop("the run has no checkpoint yet", exit_codes.USAGE)
+        raise Stop("the run has no checkpoint yet")
     for checkpoint in reversed(listed):
         if text in (NEWEST, checkpoint.version, str(checkpoint.at.step)):
             return checkpoint
     available = ", ".join(checkpoint.version for checkpoint in listed)
-    raise Stop(f"no checkpoint {text}; available: {available}", exit_codes.USAGE)
+    raise Stop(f"no checkpoint {text}; available: {available}")
 
 
 def _versions_and_run(names: Sequence[str]) -> tuple[list[str], str | None]:
@@ -179,7 +185,7 @@ def _versions_and_run(names: Sequence[str]) -> tuple[list[str], str | None]:
     others = [name for name in names if not _VERSION.fullmatch(name)]
     if len(others) > 1:
         two = f"{others[0]!r} and {others[1]!r}"
-        raise Stop(f"{two}: expected one run; for a version, {EXPECTED}", exit_codes.USAGE)
+        raise Stop(f"{two}: expected one run; for a version, {EXPECTED}")
     return [name for name in names if name not in others], others[0] if others else None
 
 
@@ -187,7 +193,7 @@ def _refuse_used(folder: Path) -> None:
     """Raise Stop unless the folder is new or empty. Raises OSError if it cannot be listed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         state = "is not empty" if folder.is_dir() else "is a file"
-        raise Stop(f"{folder} {state}; name a new folder", exit_codes.USAGE)
+        raise Stop(f"{folder} {state}; name a new folder")
 
 
 def _plain(checkpoint: Checkpoint) -> dict[str, Any]:

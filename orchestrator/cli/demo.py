@@ -14,16 +14,15 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.cli.down import down
 from grpo_orch.orchestrator.cli.look import plot
-from grpo_orch.orchestrator.cli.options import Stop, Yes, confirm, console, require_terminal
+from grpo_orch.orchestrator.cli.options import Stop, Yes, confirm, print_line, require_terminal
 from grpo_orch.orchestrator.cli.prepare import RECIPES, SCHEMA_LINE, write_recipe
 from grpo_orch.orchestrator.cli.start import up
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds.local import NoNodeEnvironment, node_env_folder, node_python
 from grpo_orch.orchestrator.clouds.wheel import build_wheel, wheel_digest
 from grpo_orch.orchestrator.home import run_dir
-from grpo_orch.orchestrator.node_env import (
+from grpo_orch.orchestrator.node_installer import (
     Kind,
-    Machine,
     NodeEnvFailed,
     State,
     ThisMachine,
@@ -41,7 +40,7 @@ RECIPE = "tiny"
 def node_env(yes: Yes = False) -> None:
     """Install torch, TRL and vLLM for the nodes that run on this machine, or repair that installation."""
     ensure_node_env(ThisMachine(), yes=yes)
-    console.print(f"The nodes on this machine run {node_python()}", highlight=False, soft_wrap=True)
+    print_line(f"The nodes on this machine run {node_python()}")
 
 
 def demo(
@@ -61,7 +60,7 @@ def demo(
     store, _ = open_run(run_yaml)
     if journal.recover(store).state.phase in TERMINAL_RUN:  # else the user has detached
         plot(run_yaml, folder / "plot.png")
-        console.print(f"The report again: grpo-orch report {run_yaml}", highlight=False, soft_wrap=True)
+        print_line(f"The report again: grpo-orch report {run_yaml}")
 
 
 def refuse_other_folder(folder: Path) -> None:
@@ -74,7 +73,7 @@ def refuse_other_folder(folder: Path) -> None:
     except (OSError, UnicodeError):
         is_demo = False
     if not is_demo:
-        raise Stop(f"{folder} exists and is not an unchanged demo; name another folder", exit_codes.USAGE)
+        raise Stop(f"{folder} exists and is not an unchanged demo; name another folder")
 
 
 def prepare_folder(folder: Path) -> Path:
@@ -91,11 +90,11 @@ def prepare_folder(folder: Path) -> Path:
         shutil.rmtree(folder / "build", ignore_errors=True)
         (folder / "plot.png").unlink(missing_ok=True)
     except OSError as error:
-        raise Stop(f"{error.filename or folder}: {error.strerror}", exit_codes.USAGE) from None
+        raise Stop(f"{error.filename or folder}: {error.strerror}") from None
     return run_yaml
 
 
-def ensure_node_env(machine: Machine, *, yes: bool) -> None:
+def ensure_node_env(machine: ThisMachine, *, yes: bool) -> None:
     """Make or repair this machine's node environment if it has none that works, after asking. Raises Stop."""
     try:
         node_python()
@@ -104,7 +103,7 @@ def ensure_node_env(machine: Machine, *, yes: bool) -> None:
         folder, kind = node_env_folder(), kind_of(machine)
     try:
         refuse_unfit(folder, kind, machine)
-        console.print(_announcement(kind, folder), highlight=False, soft_wrap=True)
+        print_line(_announcement(kind, folder))
         require_terminal(yes)
         confirm("Install it?", yes=yes)
         with tempfile.TemporaryDirectory(prefix="grpo-orch-") as part:

@@ -20,14 +20,14 @@ from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.upkeep import missing_objects
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, errors, print_result
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds.local import node_python
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.orchestrator.config.load import load_spec, load_storage
 from grpo_orch.orchestrator.config.shorthand import Storage
-from grpo_orch.orchestrator.node_env import LOCKS
+from grpo_orch.orchestrator.node_installer import LOCKS
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec
@@ -72,19 +72,21 @@ class SkyPilotLike(Protocol):
 
 
 def doctor(
-    run_yaml: Annotated[Path | None, typer.Argument(help="Also check what this run needs.")] = None,
+    run_yaml: Annotated[
+        Path | None, typer.Argument(help="Also check what this run needs. Default: ./run.yaml, if it exists.")
+    ] = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Check clouds, quotas, the store and the node environment, and print remedies. Starts no machine."""
+    if run_yaml is None and Path("run.yaml").exists():
+        run_yaml = Path("run.yaml")
     spec = load_spec(run_yaml) if run_yaml else None
     with errors.status("querying SkyPilot and its clouds"):
-        findings = list(examine(spec, skypilot_version(), _open_skypilot))
+        findings = list(examine(spec, skypilot_version(), open_skypilot))
         if run_yaml:
             findings.extend(examine_store(load_storage(run_yaml)))
-    if output is Output.JSON:
-        print_json({"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]})
-    else:
-        console.print(_table(findings))
+    document = {"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]}
+    print_result(output, document, _table(findings))
     if not is_usable(findings):
         missing = [finding.check for finding in findings if finding.needed and not finding.ok]
         raise Stop(f"missing: {', '.join(missing) or 'a cloud or a node environment'}", exit_codes.FAILED)
@@ -137,7 +139,7 @@ def skypilot_version() -> str | None:
         return None
 
 
-def _open_skypilot() -> SkyPilotLike:
+def open_skypilot() -> SkyPilotLike:
     from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot  # optional, and takes seconds to import
 
     return SkyPilot()

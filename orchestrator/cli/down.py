@@ -13,7 +13,16 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    console,
+    errors,
+    print_json,
+    print_line,
+)
 from grpo_orch.orchestrator.cli.remote import controller_of, has_daemon, refuse_lost_machines, stop_remote
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
@@ -133,13 +142,13 @@ def _print_end(store: Store, record: RunRecord, output: Output) -> None:
     if output is Output.JSON:
         print_json(result)
         return
-    console.print(f"{record.spec.name} is {state.phase}; all its machines are returned.", highlight=False)
+    console.print(f"{record.spec.name} is {state.phase}; all its machines are returned.")
     if state.phase is RunPhase.FINISHED:
         return
     if beat is not None and (lost := beat.step - (beat.stored_step or 0)) > 0:
         stored = "No checkpoint" if beat.stored_step is None else f"Step {beat.stored_step}"
-        console.print(f"{stored} is stored; {lost} step(s) will be repeated.", highlight=False)
-    console.print(f"Continue with: grpo-orch resume {store.quoted}", highlight=False, soft_wrap=True)
+        console.print(f"{stored} is stored; {lost} step(s) will be repeated.")
+    print_line(f"Continue with: grpo-orch resume {store.quoted}")
 
 
 def _stop_here(store: Store, record: RunRecord, stopping: Stopping) -> None:

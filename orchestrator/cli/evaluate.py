@@ -40,9 +40,9 @@ from grpo_orch.orchestrator.cli.options import (
     Target,
     Yes,
     confirm,
-    console,
     errors,
-    print_json,
+    print_line,
+    print_result,
     require_terminal,
 )
 from grpo_orch.orchestrator.cli.remote import has_daemon
@@ -209,7 +209,7 @@ def evaluate(
         return
     if record.spec.trainer.agent is not None:
         why = "eval scores single answers; this run trains an agent (trainer.agent)"
-        raise Stop(why, exit_codes.USAGE)
+        raise Stop(why)
     wanted = [*(step or []), *([NEWEST] if final else [])]
     if not wanted and not base:
         wanted, base = [NEWEST], True
@@ -248,7 +248,7 @@ def _create(parent: Store, store: Store, record: RunRecord, *, yes: bool) -> Non
         save_run_digest(store.url, run_digest(data))
         pin(parent, pinned.subjects)  # an evaluation that finished in between may have unpinned them
     except AlreadyExists:  # the same command runs elsewhere
-        console.print(f"{store.url} was started by another process.", soft_wrap=True)
+        print_line(f"{store.url} was started by another process.")
 
 
 def _start(store: Store, record: RunRecord) -> None:
@@ -287,12 +287,9 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
 
 def _print_detached(store: Store, output: Output) -> None:
     """Print how to see the results of an evaluation that runs in the background, and how to stop it."""
-    if output is Output.JSON:
-        print_json({"store": store.url})
-        return
     # Name the store: the same command might select a newer checkpoint.
     hint = f"see the results with `grpo-orch eval {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
-    console.print(f"The evaluation keeps running in the background; {hint}.", highlight=False, soft_wrap=True)
+    print_result(output, {"store": store.url}, f"The evaluation keeps running in the background; {hint}.")
 
 
 def _read_results(store: Store, subjects: Sequence[Subject]) -> list[EvaluationResult]:
@@ -303,11 +300,9 @@ def _read_results(store: Store, subjects: Sequence[Subject]) -> list[EvaluationR
 def _show(results: Sequence[EvaluationResult], store: Store, output: Output) -> None:
     if not results:
         raise Stop(f"{store.url} has no results yet", exit_codes.FAILED)
-    if output is Output.JSON:
-        print_json(results_json(results, store.url))
-        return
-    console.print(results_table(results), highlight=False)
-    console.print(f"Completions and scores: {store.url}/{layout.EVALUATED}/", highlight=False, soft_wrap=True)
+    print_result(output, results_json(results, store.url), results_table(results))
+    if output is Output.TEXT:
+        print_line(f"Completions and scores: {store.url}/{layout.EVALUATED}/")
 
 
 # Pins protect checkpoints from their run's retention until they are evaluated.
@@ -384,24 +379,22 @@ def find_problems(spec: RunSpec, named: str | None) -> Dataset | tuple[Dataset, 
     if named is None:
         if trainer.eval_dataset is None:
             message = "run.yaml has no trainer.eval_dataset; name held-out problems with --dataset"
-            raise Stop(message, exit_codes.USAGE)
+            raise Stop(message)
         return trainer.eval_dataset
     prompt = datasets_of(trainer.eval_dataset or trainer.dataset)[0].prompt
     path = Path(named).resolve()
     if not os.path.exists(path):  # unlike Path.exists, accepts a name of any length
         if named.startswith((".", "/", "~")) or file_kind(named) is not None:
-            raise Stop(f"--dataset {named}: no such file or folder", exit_codes.USAGE)
+            raise Stop(f"--dataset {named}: no such file or folder")
         same = (dataset for dataset in datasets_of(trainer.dataset) if dataset.path == named)
         # Evaluate the test split, because the other splits are for training.
         return replace(next(same, Dataset(path=named)), split="test", prompt=prompt, weight=None)
     if path.is_file() and file_kind(path.name) is None:
-        raise Stop(
-            f"--dataset {named}: unknown file type; expected one of {', '.join(FILE_KINDS)}", exit_codes.USAGE
-        )
+        raise Stop(f"--dataset {named}: unknown file type; expected one of {', '.join(FILE_KINDS)}")
     workdir = Path(spec.workdir).resolve()
     if spec.cloud != "local" and not path.is_relative_to(workdir):
         message = f"--dataset {named}: machines receive only a copy of {spec.workdir}; put the dataset there"
-        raise Stop(message, exit_codes.USAGE)
+        raise Stop(message)
     name = str(path) if spec.cloud == "local" else str(path.relative_to(workdir))
     return Dataset(path=name, prompt=prompt)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, print_result
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.views.formatting import clock, duration, plain, usd
 from grpo_orch.orchestrator.views.run_view import RunObserver
@@ -26,27 +28,22 @@ def explain(target: Target = None, output: AsJson = Output.TEXT) -> None:
     explanation = documents.PLAN.read(store, UnreadableDocuments())
     if explanation is None:
         raise Stop("the store has no plan yet; the daemon writes it in its first tick", exit_codes.FAILED)
-    if output is Output.JSON:
-        print_json(_plain(explanation))
-        return
-    _print(explanation, RunObserver(store).settle())
+    print_result(output, _plain(explanation), lambda: _drawn(explanation, RunObserver(store).settle()))
 
 
-def _print(explanation: Explanation, now_s: float) -> None:
+def _drawn(explanation: Explanation, now_s: float) -> Group:
     age_s = max(0.0, now_s - explanation.at_s)
-    console.print(f"plan of {clock(explanation.at_s)}, {duration(age_s)} ago", style="dim", highlight=False)
-    console.print(
-        plain(explanation.plan) or "no comparison: the fleet has as many nodes as run.yaml allows", highlight=False
-    )
+    plan = plain(explanation.plan) or "no comparison: the fleet has as many nodes as run.yaml allows"
+    parts: list[RenderableType] = [
+        Text(f"plan of {clock(explanation.at_s)}, {duration(age_s)} ago", "dim"),
+        Text(plan),
+    ]
     if explanation.offers:
-        console.print("\nmarket", style="bold")
-        console.print(_market(explanation.offers, now_s))
+        parts += [Text("\nmarket", "bold"), _market(explanation.offers, now_s)]
     for comparison in explanation.comparisons:
-        console.print(f"\n{comparison.question}{_horizon(comparison)}", style="bold", highlight=False)
-        console.print(_candidates(comparison))
-    console.print("\npending", style="bold")
-    for line in explanation.pending or ("nothing",):
-        console.print(f"  {plain(line)}", highlight=False, soft_wrap=True)
+        parts += [Text(f"\n{comparison.question}{_horizon(comparison)}", "bold"), _candidates(comparison)]
+    parts.append(Text("\npending", "bold"))
+    return Group(*parts, *(Text(f"  {plain(line)}") for line in explanation.pending or ("nothing",)))
 
 
 def _plain(explanation: Explanation) -> dict[str, Any]:

@@ -15,7 +15,17 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records.documents import RunRecord, read_faults
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json, text_terminal
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    Target,
+    console,
+    print_json,
+    print_line,
+    print_result,
+    text_terminal,
+)
 from grpo_orch.orchestrator.cli.remote import controller_of, remote_log
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
@@ -45,18 +55,14 @@ from grpo_orch.orchestrator.views.formatting import (
     escape_invisible,
     plain,
     short,
-    wrap,
 )
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import JobExited, RunMoved
 from grpo_orch.policies.model.vocabulary import RunPhase
 
 FOLLOW_EVERY_S = 0.5
-EVENT_LINES_MAX = 100  # enough for a cloud's whole error
-TEXT_WIDTH_MIN = 20  # cells
 
 Follow = Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines.")]
 
@@ -96,7 +102,7 @@ def logs(
     store, record = open_run(target)
     try:
         for line in _log(store, record, node, follow):
-            console.print(line, highlight=False, soft_wrap=True)
+            print_line(line)
     except KeyboardInterrupt:
         return
 
@@ -106,34 +112,16 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
     store, _ = open_run(target)
     try:
         for line in _event_lines(store, follow):
-            if output is Output.JSON:
-                print_json(event_json(line))
-            else:
-                _print_event(line)
+            print_result(output, event_json(line), f"{clock(line.time_s)} {plain(line.text)}")
     except KeyboardInterrupt:
         return
-
-
-def _print_event(line: EventLine) -> None:
-    """Print an event: wrapped between words on a terminal, else one line for other programs."""
-    time, text = clock(line.time_s), plain(line.text)
-    width = console.width - len(time) - 1
-    parts = wrap(text, width, EVENT_LINES_MAX) if console.is_terminal and width >= TEXT_WIDTH_MIN else [text]
-    for index, part in enumerate(parts):
-        console.print(f"{' ' * len(time) if index else time} {part}", highlight=False, soft_wrap=True)
 
 
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
-    _print_report(_report(RunObserver(store)), output)
-
-
-def _print_report(built: Report, output: Output) -> None:
-    if output is Output.JSON:
-        print_json(reports.to_json(built))
-    else:
-        console.print(reports.render(built))
+    built = _report(RunObserver(store))
+    print_result(output, reports.to_json(built), reports.render(built))
 
 
 def plot(
@@ -148,11 +136,8 @@ def plot(
     try:
         plots.plot_run(store, out)
     except OSError as error:
-        raise Stop(f"{out}: {error.strerror}", exit_codes.USAGE) from None
-    if output is Output.JSON:
-        print_json({"files": [str(out)]})
-    else:
-        console.print(f"Wrote {out}", highlight=False)
+        raise Stop(f"{out}: {error.strerror}") from None
+    print_result(output, {"files": [str(out)]}, f"Wrote {out}")
 
 
 def attach(store: Store, output: Output = Output.TEXT) -> None:
@@ -165,43 +150,23 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
         else:
             screen.watch(looker.observe, threading.Event().wait, console)
     except KeyboardInterrupt:
-        text_terminal(output).print(
+        print_line(
             f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
             f"Stop it with: grpo-orch down {store.quoted}",
-            highlight=False,
-            soft_wrap=True,
+            text_terminal(output),
         )
         return
     built = _report(looker)
-    _print_report(built, output)
-    if (stop := _bad_end(built, spec_refused=_spec_was_refused(store))) is not None:
+    print_result(output, reports.to_json(built), reports.render(built))
+    if (stop := _bad_end(built)) is not None:
         raise stop
 
 
-def _spec_was_refused(store: Store) -> bool:
-    """Return whether a job has exited since the last start because run.yaml cannot work."""
-    refused = False
-    for record in journal.read(store):
-        for event in record.decoded():
-            match event:
-                case RunMoved(phase=RunPhase.STARTING):
-                    refused = False
-                case JobExited(
-                    exit_code=exit_codes.BAD_SPEC | exit_codes.UNFIT_MACHINE | exit_codes.NOTHING_LEARNT
-                ):
-                    refused = True
-                case _:
-                    pass
-    return refused
-
-
-def _bad_end(built: Report, *, spec_refused: bool) -> Stop | None:
+def _bad_end(built: Report) -> Stop | None:
     """Return the error of a run that failed, gave up or is paused; None for any other."""
     hint = continue_command(built.phase, built.reason, built.store)
     match built.phase:
         case RunPhase.FAILED:
-            if spec_refused:  # a run keeps the specification that it was created with
-                hint += "; to change run.yaml start a new run: set another `storage:` in it, then grpo-orch up"
             return Stop(f"{built.name} failed: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.PAUSED:
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
@@ -220,7 +185,7 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         return cloud.log(node, follow=follow)
     except KeyError:
         known = ", ".join(cloud.logged_nodes()) or "none yet"
-        raise Stop(f"no log of {node!r}; available logs: {known}", exit_codes.USAGE) from None
+        raise Stop(f"no log of {node!r}; available logs: {known}") from None
 
 
 def _report(looker: RunObserver) -> Report:
@@ -267,7 +232,7 @@ def samples(
 ) -> None:
     """Show completions of a step: prompt, text, rewards, advantage, node and policy."""
     if worst and best:
-        raise Stop("--worst and --best are mutually exclusive", exit_codes.USAGE)
+        raise Stop("--worst and --best are mutually exclusive")
     order = SortOrder.WORST if worst else SortOrder.BEST if best else SortOrder.STORED
     store, _ = open_run(target)
     found = _step_of(store, step)
@@ -292,11 +257,11 @@ def _step_of(store: Store, text: str) -> Step:
     """Return the step that `text` names. Raises Stop."""
     steps = stored_steps(store)
     if not steps:
-        raise Stop(no_samples_reason(store), exit_codes.USAGE)
+        raise Stop(no_samples_reason(store))
     try:
         return find_step(steps, text)
     except NoSamples as error:
-        raise Stop(escape_invisible(str(error)), exit_codes.USAGE) from None
+        raise Stop(escape_invisible(str(error))) from None
 
 
 def _headline(step: Step, summary: Summary) -> str:
@@ -395,17 +360,12 @@ def web(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Serve a live web page of a run, from any machine that can read its store. Stop it with Ctrl-C."""
-    from grpo_orch.orchestrator.web.server import LOOPBACK, serve  # slow to import, and only needed here
+    from grpo_orch.orchestrator.web.app import LOOPBACK, serve  # slow to import, and only needed here
 
     store, record = open_run(target)
 
-    def print_url(url: str) -> None:
-        if output is Output.JSON:
-            print_json({"url": url})
-            return
-        console.print(f"{record.spec.name}: {url}", highlight=False, soft_wrap=True)
-
+    name = record.spec.name
     try:
-        serve(store, port, print_url)
+        serve(store, port, lambda url: print_result(output, {"url": url}, f"{name}: {url}"))
     except OSError as error:
-        raise Stop(f"cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE) from None
+        raise Stop(f"cannot listen on {LOOPBACK}: {error.strerror or error}") from None

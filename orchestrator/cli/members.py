@@ -12,7 +12,7 @@ from rich.table import Table
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, console, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, print_result
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.home import known_token
@@ -33,18 +33,13 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     store, _ = open_run(target)
     status = GatewayWatch(store, trust_first=True).observe()
     members = [] if status is None else describe(status.members, status.changes, status.policy)
-    if output is Output.JSON:
-        print_json([asdict(member) for member in members])
-        return
-    if not members:
-        console.print("the gateway has not written its members yet" if status is None else "no members")
-        return
+    missing = "the gateway has not written its members yet" if status is None else "no members"
     table = Table("node", "state", "policy", "requests", "last seen", "last change", box=None, pad_edge=False)
     for member in members:
         policy = member.policy.partition("@")[0] if member.policy else UNKNOWN_TEXT
         seen = f"{duration(member.seen_s_ago)} ago"
         table.add_row(member.node, member.state, policy, str(member.requests_running), seen, member.reason)
-    console.print(table)
+    print_result(output, [asdict(member) for member in members], table if members else missing)
 
 
 @app.command()
@@ -54,7 +49,8 @@ def drain(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> No
     with _Gateway(store, record.run_id) as gateway:
         running = gateway.running_on(node)
         gateway.request("POST", f"/members/{node}/drain")
-    _print_result(node, "draining", f"{node} is draining, {running} requests running", output)
+    state = {"node": node, "state": "draining"}
+    print_result(output, state, f"{node} is draining, {running} requests running")
 
 
 @app.command()
@@ -64,7 +60,8 @@ def remove(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> N
     with _Gateway(store, record.run_id) as gateway:
         running = gateway.running_on(node)
         gateway.request("DELETE", f"/members/{node}")
-    _print_result(node, "removed", f"{node} is removed, {running} requests continue elsewhere", output)
+    state = {"node": node, "state": "removed"}
+    print_result(output, state, f"{node} is removed, {running} requests continue elsewhere")
 
 
 class _Gateway:
@@ -100,7 +97,7 @@ class _Gateway:
         running = {member["node"]: int(member["requests_running"]) for member in members}
         counts = [count for name, count in running.items() if node in (name, machine_of(name))]
         if not counts:
-            raise Stop(f"no member {node!r}; members: {', '.join(running) or 'none'}", exit_codes.USAGE)
+            raise Stop(f"no member {node!r}; members: {', '.join(running) or 'none'}")
         return sum(counts)
 
     def request(self, method: str, path: str) -> httpx.Response:
@@ -114,10 +111,3 @@ class _Gateway:
             details = response.text.strip() or "no details"
             raise Stop(f"the gateway returned {response.status_code}: {details}", exit_codes.FAILED)
         return response
-
-
-def _print_result(node: str, state: str, text: str, output: Output) -> None:
-    if output is Output.JSON:
-        print_json({"node": node, "state": state})
-    else:
-        console.print(text, highlight=False, soft_wrap=True)

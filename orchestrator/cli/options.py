@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from grpo_orch.policies.model import exit_codes
 
 # No markup: names, URLs and store errors may contain brackets.
-console = Console(markup=False)
-errors = Console(stderr=True, markup=False)
+console = Console(markup=False, highlight=False)
+errors = Console(stderr=True, markup=False, highlight=False)
 
 
 # The exit codes of all commands, for the help and the documentation.
@@ -31,9 +32,9 @@ EXIT_CODES = {
 
 
 class Stop(Exception):
-    """End the command with a message for the user and an exit code."""
+    """End the command with a message for the user and an exit code, by default that of a user's mistake."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int = exit_codes.USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
@@ -92,6 +93,11 @@ def confirm(question: str, *, yes: bool) -> None:
     raise Stop("nothing was started", exit_codes.FAILED)
 
 
+def print_line(text: str, terminal: Console = console) -> None:
+    """Print a line that the terminal itself wraps, so that commands and paths in it can be copied."""
+    terminal.print(text, soft_wrap=True)
+
+
 def text_terminal(output: Output) -> Console:
     """Return the terminal for text: stderr if stdout carries JSON."""
     return errors if output is Output.JSON else console
@@ -101,6 +107,18 @@ def print_json(document: object) -> None:
     """Print one line of JSON."""
     reader.has_json = True
     print(json.dumps(document), flush=True)
+
+
+def print_result(output: Output, document: object, text: RenderableType | Callable[[], RenderableType]) -> None:
+    """Print a command's result: the document as JSON, or the text or its result, a string as `print_line` does."""
+    if output is Output.JSON:
+        print_json(document)
+        return
+    text = text() if callable(text) else text
+    if isinstance(text, str):
+        print_line(text)
+    else:
+        console.print(text)
 
 
 def print_failure(message: str, exit_code: int) -> None:

@@ -17,7 +17,16 @@ from typer.core import TyperCommand
 
 from grpo_orch import orchestrator
 from grpo_orch.checkpoint.store.errors import StoreError
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import (
+    AsJson,
+    Output,
+    Stop,
+    console,
+    errors,
+    print_json,
+    print_line,
+    print_result,
+)
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds import list_prices
 from grpo_orch.orchestrator.clouds.local import gpus_here
@@ -76,34 +85,31 @@ def init(
     run.schema.json, next to it, is for editors: they complete and check the keys of run.yaml with it.
     """
     if name is not None and (problem := name_problem(name)):
-        raise Stop(f"--name: {problem}", exit_codes.USAGE)
+        raise Stop(f"--name: {problem}")
     if recipe is not None:
         _init_recipe(recipe, path, name, output)
         return
     path = path or Path("run.yaml")
     schema = path.parent / SCHEMA_FILE
     if path.name == SCHEMA_FILE:
-        raise Stop(f"{path} is the name of the schema; name another file", exit_codes.USAGE)
+        raise Stop(f"{path} is the name of the schema; name another file")
     if os.path.lexists(path):
-        raise Stop(f"{path} already exists; remove it or name another file", exit_codes.USAGE)
+        raise Stop(f"{path} already exists; remove it or name another file")
     try:
         _refuse_other_schema(schema)
         schema.write_text(schema_text(), "utf-8")
         with path.open("x") as out:
             out.write(init_text(name or "my-run"))
     except OSError as error:
-        raise Stop(f"{error.filename or path}: {error.strerror}", exit_codes.USAGE) from None
-    if output is Output.JSON:
-        print_json({"files": [str(path), str(schema)]})
-        return
+        raise Stop(f"{error.filename or path}: {error.strerror}") from None
     message = f"Wrote {path}, and {schema} for editors. Check it with: grpo-orch validate {shlex.quote(str(path))}"
-    console.print(message, highlight=False, soft_wrap=True)
+    print_result(output, {"files": [str(path), str(schema)]}, message)
 
 
 def _refuse_other_schema(path: Path) -> None:
     """Raise Stop if the file exists and is not a schema that `init` has written."""
     if path.exists() and not (path.is_file() and TITLE in path.read_text("utf-8", errors="replace")):
-        raise Stop(f"{path} already exists and is not grpo-orch's; rename it", exit_codes.USAGE)
+        raise Stop(f"{path} already exists and is not grpo-orch's; rename it")
 
 
 def _init_recipe(recipe: str, folder: Path | None, name: str | None, output: Output) -> None:
@@ -112,25 +118,22 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None, output: Out
         width = max(map(len, lines))
         listed = "\n".join(f"  {known:{width}}  {line}" for known, line in lines.items())
         if recipe:
-            raise Stop(f"no recipe {recipe!r}; expected one of\n{listed}", exit_codes.USAGE)
-        if output is Output.JSON:
-            print_json({"recipes": lines})
-            return
-        raise Stop(listed, exit_codes.OK)
+            raise Stop(f"no recipe {recipe!r}; expected one of\n{listed}")
+        print_result(output, {"recipes": lines}, listed)
+        return
     folder = folder or Path(recipe)
     try:
         files = write_recipe(recipe, folder, name)
     except OSError as error:
         if os.path.lexists(folder):
-            raise Stop(f"{folder} already exists; remove it or name another folder", exit_codes.USAGE) from None
-        raise Stop(f"{folder}: {error.strerror}", exit_codes.USAGE) from None
-    if output is Output.JSON:
-        print_json({"files": [str(folder / file) for file in files]})
-        return
+            is_other = folder.is_dir() and folder.name != recipe
+            new = folder / recipe if is_other else folder.with_name(f"{folder.name}-2")
+            command = f"grpo-orch init --recipe {recipe} {shlex.quote(str(new))}"
+            raise Stop(f"{folder} already exists; write the recipe to a new folder: {command}") from None
+        raise Stop(f"{folder}: {error.strerror}") from None
     message = f"Wrote {folder}: {', '.join(files)}. Its README.md lists what to change. Then run:"
-    console.print(message, highlight=False, soft_wrap=True)
     command = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
-    console.print(command, highlight=False, soft_wrap=True)
+    print_result(output, {"files": [str(folder / file) for file in files]}, f"{message}\n{command}")
 
 
 def schema() -> None:
@@ -146,12 +149,17 @@ def validate(
     output: AsJson = Output.TEXT,
 ) -> None:
     """Check a run.yaml without starting anything."""
-    if output is Output.JSON:
-        _validate_for_programs(run_yaml)
-        return
-    loaded = load(run_yaml, count_gpus, find_size)
-    console.print(f"{run_yaml}: {loaded.spec.name} is valid", highlight=False, soft_wrap=True)
-    print_notices(loaded)
+    try:
+        loaded = load(run_yaml, count_gpus, find_size)
+    except ConfigError as error:
+        if output is Output.TEXT:
+            raise
+        print_json(_checked(run_yaml, None, error.problems, ()))
+        raise typer.Exit(exit_codes.USAGE) from None
+    document = _checked(run_yaml, loaded.spec.name, (), loaded.notices)
+    print_result(output, document, f"{run_yaml}: {loaded.spec.name} is valid")
+    if output is Output.TEXT:
+        print_notices(loaded)
 
 
 def count_gpus() -> int:
@@ -162,16 +170,7 @@ def count_gpus() -> int:
 def print_notices(loaded: Loaded, terminal: Console = console) -> None:
     """Print a line for each notice about a valid file."""
     for notice in loaded.notices:
-        terminal.print(f"notice: {notice}", highlight=False, soft_wrap=True)
-
-
-def _validate_for_programs(run_yaml: Path) -> None:
-    try:
-        loaded = load(run_yaml, count_gpus, find_size)
-    except ConfigError as error:
-        print_json(_checked(run_yaml, None, error.problems, ()))
-        raise typer.Exit(exit_codes.USAGE) from None
-    print_json(_checked(run_yaml, loaded.spec.name, (), loaded.notices))
+        print_line(f"notice: {notice}", terminal)
 
 
 def _checked(
@@ -257,10 +256,7 @@ def plan(
         spec = load(run_yaml, find_size=sizes).spec
         measured, why, place = _measure(load_storage(run_yaml))
         run_plan = make_plan(spec, sizes, _prices(spec), measured, why, place)
-    if output is Output.JSON:
-        print_json(to_json(run_plan))
-    else:
-        console.print(views.render(run_plan), highlight=False)
+    print_result(output, to_json(run_plan), views.render(run_plan))
 
 
 def _prices(spec: RunSpec) -> PriceBook:

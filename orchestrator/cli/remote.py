@@ -32,7 +32,7 @@ def controller_of(record: RunRecord, store: Store, *, wanted: bool = False) -> R
     """Return the run's controller machine if it has one or `wanted`; else None. Raises Stop, CloudMissing."""
     if wanted and record.spec.cloud != "sky":
         message = f"--remote needs `cloud: sky`; {record.spec.name} has `cloud: local`, which is this machine"
-        raise Stop(message, exit_codes.USAGE)
+        raise Stop(message)
     if wanted or documents.CONTROLLER.read(store) is not None:
         return open_controller(record, store)
     return None
@@ -116,12 +116,12 @@ def remote_log(controller: RemoteController, store: Store, node: str, follow: bo
     """
     if node != "daemon":
         why = f"only {controller.cluster} has the logs of this run's machines"
-        raise Stop(f"{why}; see `grpo-orch logs daemon {store.quoted}`", exit_codes.USAGE)
+        raise Stop(f"{why}; see `grpo-orch logs daemon {store.quoted}`")
     try:
         return controller.log(follow=follow)
     except KeyError:
         unknown = f"this machine has no record of {controller.cluster}; run the command where it was launched"
-        raise Stop(unknown, exit_codes.USAGE) from None
+        raise Stop(unknown) from None
 
 
 def has_daemon(store: Store) -> bool:

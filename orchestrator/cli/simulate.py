@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 import structlog
 import typer
+from rich.console import Group
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, errors, print_result
 from grpo_orch.orchestrator.config.load import load_spec
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
-from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, climate
+from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, MarketTrace, climate, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult, run_scenario
 from grpo_orch.orchestrator.simulate.simulation import (
     HOURS,
@@ -88,6 +89,7 @@ def render(simulation: SimulationReport) -> Table:
 
 # The command.
 
+MarketOf = Callable[[int], MarketTrace]  # by seed
 SEEDS = 20
 DEFAULT_CLIMATE = "storms"
 
@@ -95,14 +97,18 @@ DEFAULT_CLIMATE = "storms"
 def simulate(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     climate_name: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--climate",
             metavar="NAME",
             help=f"Spot market: one of {', '.join(CLIMATES)}.",
             autocompletion=lambda: list(CLIMATES),
         ),
-    ] = DEFAULT_CLIMATE,
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Recorded spot market: SkyPilot JSON or time,count."),
+    ] = None,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of fault scenarios.")] = SEEDS,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the first scenario.")] = 0,
     output: AsJson = Output.TEXT,
@@ -112,28 +118,26 @@ def simulate(
     Starts no machine. Exit code 1: an invariant was violated; the message names the command that replays it.
     """
     spec = load_spec(run_yaml)
-    if climate_name not in CLIMATES:
-        raise Stop(f"--climate {climate_name}: expected one of {', '.join(CLIMATES)}", exit_codes.USAGE)
+    if climate_name and trace:
+        raise Stop("--climate and --trace are mutually exclusive")
     if seeds < 1:
-        raise Stop(f"--seeds {seeds}: expected a whole number above 0", exit_codes.USAGE)
+        raise Stop(f"--seeds {seeds}: expected a whole number above 0")
     if generates_itself(spec):
-        raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate", exit_codes.USAGE)
+        raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate")
     spec = _without_deadline(spec)
-    replay = f"grpo-orch simulate {quote(str(run_yaml))} --climate {climate_name} --seeds 1 --seed"
+    name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
+    market_of = _market_of(name, trace, spec)
+    option = "--trace" if trace else "--climate"
+    replay = f"grpo-orch simulate {quote(str(run_yaml))} {option} {quote(name)} --seeds 1 --seed"
     with _quiet(), Progress(console=errors, transient=True, disable=output is Output.JSON) as progress:
-        scenarios = list(_scenarios(range(seed, seed + seeds), spec, climate_name, replay, progress))
+        scenarios = list(_scenarios(range(seed, seed + seeds), spec, market_of, replay, progress))
         task = progress.add_task("this run and all on demand", total=2)
         outcomes: dict[str, Outcome] = {}
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
-            market = climate(climate_name, seed, spec.rollout.replicas.max)
-            outcomes[label] = simulate_hours(run, market, Physics(), _prices(spec), HOURS, seed)
+            outcomes[label] = simulate_hours(run, market_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
-    simulation = SimulationReport(climate_name, HOURS, scenarios, outcomes)
-    if output is Output.JSON:
-        print_json(simulation_json(simulation))
-    else:
-        console.print(scenarios_line(scenarios), highlight=False)
-        console.print(render(simulation), highlight=False)
+    simulation = SimulationReport(name, HOURS, scenarios, outcomes)
+    print_result(output, simulation_json(simulation), Group(scenarios_line(scenarios), render(simulation)))
 
 
 def _without_deadline(spec: RunSpec) -> RunSpec:
@@ -141,8 +145,22 @@ def _without_deadline(spec: RunSpec) -> RunSpec:
     fleet = spec.policies.fleet
     if fleet.deadline is None:
         return spec
-    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps", highlight=False)
+    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps")
     return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
+
+
+def _market_of(name: str, trace: Path | None, spec: RunSpec) -> MarketOf:
+    """Return the spot market of a seed: a model's varies with the seed, a trace's does not. Raises Stop."""
+    nodes = spec.rollout.replicas.max
+    if trace is None:
+        if name not in CLIMATES:
+            raise Stop(f"--climate {name}: expected one of {', '.join(CLIMATES)}")
+        return lambda seed: climate(name, seed, nodes)
+    try:
+        recorded = read_trace(trace, nodes)
+    except InvalidTrace as error:
+        raise Stop(str(error)) from None
+    return lambda _: recorded
 
 
 def _prices(spec: RunSpec) -> Prices:
@@ -159,13 +177,12 @@ def _prices(spec: RunSpec) -> Prices:
 
 
 def _scenarios(
-    seeds: range, spec: RunSpec, climate_name: str, replay: str, progress: Progress
+    seeds: range, spec: RunSpec, market_of: MarketOf, replay: str, progress: Progress
 ) -> Iterator[ScenarioResult]:
     task: TaskID = progress.add_task("scenarios", total=len(seeds))
     for seed in seeds:
         try:
-            market = climate(climate_name, seed, spec.rollout.replicas.max)
-            yield run_scenario(seed, spec, trace=market, prices=_prices(spec))
+            yield run_scenario(seed, spec, trace=market_of(seed), prices=_prices(spec))
         except InvariantViolated as error:
             raise Stop(f"{error}\nreplay it with: {replay} {seed}", exit_codes.FAILED) from None
         progress.advance(task)

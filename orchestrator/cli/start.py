@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,7 @@ from rich.table import Table
 
 from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.documents import Lease, RunRecord
+from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists
 from grpo_orch.checkpoint.store.probe import probe
@@ -37,6 +35,8 @@ from grpo_orch.orchestrator.cli.options import (
     console,
     errors,
     print_json,
+    print_line,
+    print_result,
     require_terminal,
     text_terminal,
 )
@@ -62,7 +62,7 @@ from grpo_orch.orchestrator.home import (
     token_file,
     token_mark,
 )
-from grpo_orch.orchestrator.notify.channels import EXPECTED_SERVICE_URL, is_service_url
+from grpo_orch.orchestrator.notify import EXPECTED_SERVICE_URL, is_service_url
 from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import FindSize, cached_lookup
 from grpo_orch.orchestrator.plan.prices import by_offers
@@ -88,6 +88,15 @@ CHANGEABLE: dict[str, tuple[float, bool]] = {
     "max_completion_length": (1.0, False),
     "max_steps": (1.0, False),
 }
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=NUMBER",
+        help="Change a key of grpo, such as max_steps. May be repeated.",
+        autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
+    ),
+]
 TAKEN_S = 60.0  # time limit for the daemon to take a command
 POLL_S = 0.2
 
@@ -101,27 +110,22 @@ def rollback(
             autocompletion=lambda: [NEWEST, RUN_START],
         ),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=NUMBER",
-            help="Change a key of grpo; repeatable. Default: apply policies.kl.on_rollback.",
-            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
-        ),
-    ] = None,
+    changes: Changes = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Roll back to a checkpoint and continue on a new timeline, with changed hyperparameters."""
+    """Roll back to a checkpoint and continue on a new timeline, with changed hyperparameters.
+
+    Without --set, apply policies.kl.on_rollback.
+    """
     wanted = dict(read_change(text) for text in changes or [])
     store, record = open_run(target)
     if not has_daemon(store):
         refuse_missing_secrets(record.spec)
     state = journal.recover(store).state
     if state.phase is RunPhase.STOPPING:
-        raise Stop(f"{record.spec.name} is stopping; wait until it has stopped", exit_codes.USAGE)
+        raise Stop(f"{record.spec.name} is stopping; wait until it has stopped")
     if state.phase is RunPhase.FINISHED and "max_steps" not in wanted:
-        raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}", exit_codes.USAGE)
+        raise Stop(f"{record.spec.name} is finished; {more_steps(store, record.spec)}")
     start = _start_version(store, to)
     _refuse_reached_steps(wanted, start)
     if start is None:
@@ -142,24 +146,20 @@ def rollback(
     else:
         fork = started.fork
         changed = ", ".join(f"{key} {value:g}" for key, value in fork.changes.items()) or "only the seeds"
-        console.print(
+        print_line(
             f"{record.spec.name} rolls back to {fork.start or 'its start'}, as timeline {fork.timeline}; "
-            f"changed from run.yaml: {changed}.",
-            highlight=False,
-            soft_wrap=True,
+            f"changed from run.yaml: {changed}."
         )
         for key, text in texts.items():
-            console.print(f"{key}: {text}", highlight=False, soft_wrap=True)
+            print_line(f"{key}: {text}")
         if state.phase is RunPhase.PARKED:
-            console.print(
-                "The run is parked: training continues when a rollout node is available.", soft_wrap=True
-            )
+            print_line("The run is parked: training continues when a rollout node is available.")
 
 
 def refuse_missing_secrets(spec: RunSpec) -> None:
     """Raise Stop if the environment lacks a secret that the nodes need."""
     if problem := missing_secrets(spec, os.environ):
-        raise Stop(f"{problem}; export it or remove it from that list", exit_codes.USAGE)
+        raise Stop(f"{problem}; export it or remove it from that list")
 
 
 def _new_changes(fork: Fork, grpo: Mapping[str, Any]) -> dict[str, float]:
@@ -180,16 +180,14 @@ def _refuse_reached_steps(changes: Mapping[str, float], start: str | None) -> No
     reached = 0 if start in (None, RUN_START) else PolicyVersion.parse(start).step
     if steps is not None and steps <= reached:
         message = f"--set max_steps={steps:g}: the checkpoint is already at step {reached}; expected more"
-        raise Stop(message, exit_codes.USAGE)
+        raise Stop(message)
 
 
 def read_change(text: str) -> tuple[str, float]:
     """Parse `beta=0.08` as key and value. Raises Stop."""
     key, _, number = text.partition("=")
     if key not in CHANGEABLE:
-        raise Stop(
-            f"--set {text}: expected KEY=NUMBER, where KEY is one of {', '.join(CHANGEABLE)}", exit_codes.USAGE
-        )
+        raise Stop(f"--set {text}: expected KEY=NUMBER, where KEY is one of {', '.join(CHANGEABLE)}")
     bound, is_exclusive = CHANGEABLE[key]
     try:
         value = float(number)
@@ -197,9 +195,9 @@ def read_change(text: str) -> tuple[str, float]:
         value = math.nan
     if not math.isfinite(value) or value < bound or (is_exclusive and value == bound):
         range_text = f"above {bound:g}" if is_exclusive else f"of {bound:g} or more"
-        raise Stop(f"--set {text}: expected a number {range_text}, as in {key}=0.1", exit_codes.USAGE)
+        raise Stop(f"--set {text}: expected a number {range_text}, as in {key}=0.1")
     if key in WHOLE_NUMBER_KEYS and not value.is_integer():
-        raise Stop(f"--set {text}: expected a whole number, as in {key}=256", exit_codes.USAGE)
+        raise Stop(f"--set {text}: expected a whole number, as in {key}=256")
     return key, value
 
 
@@ -218,7 +216,7 @@ def _refuse_without_target(store: Store, state: RunState) -> None:
     versions = [checkpoint.at for checkpoint in present.checkpoints]
     target = user_target(state, versions, ever_stored=present.number > 0)
     if target.missing:
-        raise Stop(f"{target.missing}; {TARGET_HINT}", exit_codes.USAGE)
+        raise Stop(f"{target.missing}; {TARGET_HINT}")
 
 
 def _wait_for_rollback(store: Store, command_id: str, before: tuple[Rollback, ...]) -> Rollback:
@@ -251,27 +249,15 @@ Remote = Annotated[
     typer.Option("--remote", help="Run the daemon on a small cloud VM, so you can close this laptop."),
 ]
 
-Web = Annotated[
-    bool,
-    typer.Option("--web", help="Serve the run's web page on 127.0.0.1 while the daemon runs."),
-]
-WebPort = Annotated[
-    int | None,
-    typer.Option("--web-port", min=1, max=65535, help="Port for --web. Default: 8642, or any free port."),
-]
-
 
 def up(
     run_yaml: Annotated[Path, typer.Argument(help="The run's specification.")] = Path("run.yaml"),
     yes: Yes = False,
     detach: Detach = False,
     remote: Remote = False,
-    web: Web = False,
-    web_port: WebPort = None,
     output: AsJson = Output.TEXT,
 ) -> None:
     """Start a run: check run.yaml, print the plan and its cost, start the daemon, and watch."""
-    page = _page_socket(web or web_port is not None, web_port, remote)
     terminal = text_terminal(output)
     sizes = cached_lookup(find_size)
     loaded = load(run_yaml, count_gpus, sizes)
@@ -296,9 +282,7 @@ def up(
         _refuse_existing(store)
         raise
     keep_options(storage)
-    _print_started(_start(store, record, "up", controller, page), store, output, detach)
-    if not detach:
-        attach(store, output)
+    _start(store, record, "up", controller, output, detach=detach)
 
 
 def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
@@ -306,9 +290,9 @@ def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
     urls = notify_urls(spec, os.environ)
     for name in spec.notify.url_env:
         if name not in urls:
-            terminal.print(f"{name} is not set: notifications will not be sent to it", highlight=False)
+            terminal.print(f"{name} is not set: notifications will not be sent to it")
         elif not is_service_url(urls[name]):
-            raise Stop(f"{name}: {EXPECTED_SERVICE_URL}", exit_codes.USAGE)
+            raise Stop(f"{name}: {EXPECTED_SERVICE_URL}")
 
 
 def resume(
@@ -318,22 +302,15 @@ def resume(
     budget_usd: Annotated[
         float | None, typer.Option("--budget-usd", min=0, help="Set a new `budget.usd` for the run.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=NUMBER",
-            help="Change a key of grpo, such as max_steps, and continue from the newest checkpoint; repeatable.",
-            autocompletion=lambda: [f"{key}=" for key in CHANGEABLE],
-        ),
-    ] = None,
-    web: Web = False,
-    web_port: WebPort = None,
+    changes: Changes = None,
     output: AsJson = Output.TEXT,
 ) -> None:
-    """Resume a run that was stopped or has lost its daemon or machines. With --set, change it or train further."""
+    """Resume a run that was stopped or has lost its daemon or machines.
+
+    With --set, change it or train further, from its newest checkpoint.
+    """
     if budget_usd is not None and not math.isfinite(budget_usd):
-        raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500", exit_codes.USAGE)
+        raise Stop(f"--budget-usd {budget_usd}: expected a number of USD, as in 500")
     storage = storage_of(target)
     store = open_store(storage)
     record = record_of(store)
@@ -345,7 +322,6 @@ def resume(
         if not detach:
             attach(store, output)
         return
-    page = _page_socket(web or web_port is not None, web_port, remote)
     if state.phase is RunPhase.FINISHED and not state.nodes:
         raise Stop(
             f"{record.spec.name} is finished; see `grpo-orch report {store.quoted}`, or "
@@ -356,8 +332,7 @@ def resume(
     if has_diverged and not state.nodes and state.exported == state.healthy:
         raise Stop(
             f"{record.spec.name} {state.reason}; continue from an earlier checkpoint with changed "
-            f"hyperparameters: grpo-orch rollback {store.quoted}",
-            exit_codes.USAGE,
+            f"hyperparameters: grpo-orch rollback {store.quoted}"
         )
     refuse_missing_secrets(record.spec)
     check_notify_urls(record.spec, text_terminal(output))
@@ -370,9 +345,7 @@ def resume(
     keep_options(storage)
     if budget_usd is not None:
         documents.send_command(store, BUDGET, time.time(), changes={"usd": budget_usd})
-    _print_started(_start(store, record, "resume", controller, page), store, output, detach)
-    if not detach:
-        attach(store, output)
+    _start(store, record, "resume", controller, output, detach=detach)
 
 
 def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) -> list[str]:
@@ -397,8 +370,7 @@ def _changed_steps(target: str | None, own: RunSpec, changes: list[str] | None) 
         raise Stop(
             f"{file} differs from the run's own copy, which resume uses ({keys}). "
             f"Revert the changes, start a new run with another `storage:`, or name the run by its store URL. "
-            f"`--set` can change these keys of grpo: {', '.join(CHANGEABLE)}",
-            exit_codes.USAGE,
+            f"`--set` can change these keys of grpo: {', '.join(CHANGEABLE)}"
         )
     named = {change.partition("=")[0] for change in changes or []}
     return [] if steps is None or "max_steps" in named else [f"max_steps={steps[1]}"]
@@ -425,75 +397,40 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _page_socket(wanted: bool, port: int | None, remote: bool) -> socket.socket | None:
-    """Listen for the run page before anything is started. Raises Stop."""
-    if not wanted:
-        return None
-    if remote:
-        raise Stop("--web does not work with --remote; run `grpo-orch web` here instead", exit_codes.USAGE)
-    from grpo_orch.orchestrator.web.server import LOOPBACK, listen  # slow to import, and only needed here
-
-    try:
-        return listen(port)
-    except OSError as error:
-        raise Stop(
-            f"--web-port {port}: cannot listen on {LOOPBACK}: {error.strerror or error}", exit_codes.USAGE
-        ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """Where a run's daemon runs: a process here, or a controller machine."""
-
-    run: str
-    pid: int | None
-    controller: str | None
-    page: str | None  # URL
-
-
 def _start(
     store: Store,
     record: RunRecord,
     reason: str,
     controller: RemoteController | None,
-    page: socket.socket | None,
-) -> _Started:
+    output: Output,
+    *,
+    detach: bool,
+) -> None:
+    """Start the run's daemon, as a process here or on a controller machine, and watch the run unless `detach`."""
     remember_run(store.url)
     pid = None
+    watch, stop = f"grpo-orch status -w {store.quoted}", f"grpo-orch down {store.quoted}"
     try:
         if controller is not None:
             start_remote(controller, store, reason)
         else:
             run_token(record.run_id)
-            pid = start_daemon(store, record, reason, page)
+            pid = start_daemon(store, record, reason)
             start_rehearsal(store, record)
     except AlreadyControlled:
         _refuse_held(store)
         raise
     except KeyboardInterrupt:  # the daemon does not receive it
-        hint = f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
+        hint = f"watch it with `{watch}`, stop it with `{stop}`"
         message = f"{record.spec.name} has started and keeps running in the background; {hint}"
         raise Stop(message, exit_codes.INTERRUPTED) from None
-    url = None
-    if page is not None:
-        host, port = page.getsockname()
-        page.close()  # the daemon holds its own copy of the socket
-        url = f"http://{host}:{port}/"
-    return _Started(record.spec.name, pid, None if controller is None else controller.cluster, url)
-
-
-def _print_started(started: _Started, store: Store, output: Output, detach: bool) -> None:
-    if output is Output.JSON:
-        print_json({**asdict(started), "store": store.url})
-        return
-    here = f"(pid {started.pid})"
-    there = f"on {started.controller}; that machine stays until `grpo-orch down {store.quoted}`"
-    where = here if started.controller is None else there
-    console.print(f"The daemon for {started.run} is running {where}.", highlight=False, soft_wrap=True)
-    if started.page is not None:
-        console.print(f"Web page: {started.page}", highlight=False, soft_wrap=True)
-    if detach:
-        console.print(f"Watch it with: grpo-orch status -w {store.quoted}", highlight=False, soft_wrap=True)
+    cluster = None if controller is None else controller.cluster
+    where = f"(pid {pid})" if cluster is None else f"on {cluster}; that machine stays until `{stop}`"
+    text = f"The daemon for {record.spec.name} is running {where}."
+    document = {"run": record.spec.name, "pid": pid, "controller": cluster, "store": store.url}
+    print_result(output, document, f"{text}\nWatch it with: {watch}" if detach else text)
+    if not detach:
+        attach(store, output)
 
 
 def _refuse_existing(store: Store) -> None:
@@ -502,14 +439,17 @@ def _refuse_existing(store: Store) -> None:
     if store.get_or_none("run.json") is not None:
         raise Stop(
             f"{store.url} already holds a run; continue it with `grpo-orch resume {store.quoted}`, "
-            "or name another `storage:`",
-            exit_codes.USAGE,
+            "or name another `storage:`"
         )
 
 
 def _refuse_held(store: Store) -> None:
     if has_daemon(store) and (lease := documents.LEASE.read(store, UnreadableDocuments())):
-        raise Stop(_held(store, lease), exit_codes.HELD)
+        raise Stop(
+            f"{store.url} already has a daemon: pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
+            f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`",
+            exit_codes.HELD,
+        )
 
 
 def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> None:
@@ -522,13 +462,6 @@ def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> N
             f"`grpo-orch down {store.quoted}`",
             exit_codes.FAILED,
         )
-
-
-def _held(store: Store, lease: Lease) -> str:
-    return (
-        f"{store.url} already has a daemon: pid {lease.pid} on {lease.host} (epoch {lease.epoch}); "
-        f"watch it with `grpo-orch status -w {store.quoted}`, stop it with `grpo-orch down {store.quoted}`"
-    )
 
 
 def _state(store: Store) -> RunState:
@@ -559,7 +492,7 @@ def show_plan(
     table.add_row("total", "", f"store {spec.storage}", f"{plan.max_usd_per_h or 0:.2f}")
     terminal.print(table)
     if record.evaluation is None:
-        terminal.print(render_short(plan), highlight=False)
+        terminal.print(render_short(plan))
 
 
 def _machine(offer: Offer) -> str:

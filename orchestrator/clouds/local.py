@@ -32,7 +32,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder, Offer
 from grpo_orch.orchestrator.clouds.wheel import wheel_digest
 from grpo_orch.orchestrator.home import home
-from grpo_orch.orchestrator.node_env import State, python_of, state_of
+from grpo_orch.orchestrator.node_installer import State, python_of, state_of
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import (

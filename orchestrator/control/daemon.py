@@ -1,9 +1,9 @@
 """The daemon: a process that controls one run.
 
-`python -m grpo_orch.orchestrator.control.daemon STORE-URL REASON [EPOCH [PAGE-FD]]`; PAGE-FD is a listening socket
-for the run page. The daemon takes over the run (with EPOCH only if that is still the newest and no other daemon
-lives) and ticks until the run has ended. It may die at any point: training continues without it, and the next
-daemon continues from the journal. SIGTERM stops the daemon and leaves all machines as they are.
+`python -m grpo_orch.orchestrator.control.daemon STORE-URL REASON [EPOCH]` takes over the run (with EPOCH only if
+that is still the newest and no other daemon lives) and ticks until the run has ended. The daemon may die at any
+point: training continues without it, and the next daemon continues from the journal. SIGTERM stops it and leaves
+all machines as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -48,7 +47,7 @@ from grpo_orch.orchestrator.home import (
     secrets_for,
     token_mark,
 )
-from grpo_orch.orchestrator.notify.notifier import DRAIN_S, start_notifier
+from grpo_orch.orchestrator.notify import DRAIN_S, start_notifier
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Event, RunCreated, RunMoved
 from grpo_orch.policies.model.node_contract import (
@@ -80,7 +79,7 @@ def main() -> int:
         store = Store(sys.argv[1], retry_s=STORE_RETRY_S)
         guard_output(_redactor(home.known_run(store)[0]))
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stdout))
-        return control_run(store, sys.argv[2], stop, *map(int, sys.argv[3:5]))
+        return control_run(store, sys.argv[2], stop, *map(int, sys.argv[3:4]))
     except Fenced as error:
         log.warning("fenced", error=str(error))
         return exit_codes.HELD
@@ -107,13 +106,7 @@ def log_as_json() -> None:
     )
 
 
-def control_run(
-    store: Store,
-    reason: str,
-    stop: threading.Event,
-    after_epoch: int | None = None,
-    page_fd: int | None = None,
-) -> int:
+def control_run(store: Store, reason: str, stop: threading.Event, after_epoch: int | None = None) -> int:
     """Take over the run and control it to its end, or until `stop`. Raises Fenced, UntrustedRun, StoreError.
 
     With `after_epoch`, raises Fenced if another daemon has taken over since that epoch.
@@ -138,7 +131,6 @@ def control_run(
     if opening:
         controller.record(clock.now_s(), opening)
     renew(store, controller, journal.epoch, clock.now_s())
-    page = None if page_fd is None else start_page(store.url, page_fd)
     exporter = Exporter(record.spec.name)
     if record.spec.metrics_port is not None:
         exporter.serve(record.spec.metrics_port)
@@ -163,8 +155,6 @@ def control_run(
         actuator.close()
         cloud.close()
         notifier.close(drain_s=drain_s)
-        if page is not None and page.stdin is not None:
-            page.stdin.close()
     documents.LEASE.drop(store)
     return exit_codes.OK
 
@@ -255,22 +245,6 @@ def _clean_up(
         except CloudUnavailable as error:
             log.warning("clean_up_failed", error=str(error))
         stop.wait(TROUBLE_WAIT_S)
-
-
-def start_page(store_url: str, listening_fd: int) -> subprocess.Popen[bytes] | None:
-    """Start a process that serves the run page on a listening socket, and close the socket here.
-
-    The process reads from a pipe that the daemon holds, so it exits when the daemon does, even after SIGKILL. Its
-    errors are in the daemon's log; the daemon does not depend on it.
-    """
-    argv = [sys.executable, "-m", "grpo_orch.orchestrator.web.server", store_url, str(listening_fd)]
-    try:
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listening_fd,))
-    except OSError as error:
-        log.warning("page_failed", error=str(error))
-        return None
-    finally:
-        os.close(listening_fd)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_orch.checkpoint import journal
@@ -34,21 +32,18 @@ class AlreadyControlled(DaemonFailed):
     """Another daemon took over the run at the same moment and controls it."""
 
 
-def start_daemon(store: Store, record: RunRecord, reason: str, page: socket.socket | None = None) -> int:
+def start_daemon(store: Store, record: RunRecord, reason: str) -> int:
     """Start a daemon for the run and return its pid once it holds the lease. Raises DaemonFailed, UntrustedRun.
 
-    `page` is a listening socket for the run page. If another daemon controls the run or takes it over first, raise
-    AlreadyControlled once that daemon holds the lease. Of several daemons started for one epoch, the first wins.
+    If another daemon controls the run or takes it over first, raise AlreadyControlled once that daemon holds the
+    lease. Of several daemons started for one epoch, the first wins.
     """
     known_run(store)  # the daemon would also refuse an unknown run, but only in its log
     epoch = journal.recover(store).state.epoch  # before the lease, so that a later take-over is detected
     if is_held(lambda: documents.LEASE.read(store, UnreadableDocuments())):
         raise _taken(store, time.monotonic())
     log = run_dir(record.run_id) / "daemon.log"
-    fds = () if page is None else (page.fileno(),)
-    process = spawn(
-        ["-m", "grpo_orch.orchestrator.control.daemon", store.url, reason, *map(str, (epoch, *fds))], log, fds
-    )
+    process = spawn(["-m", "grpo_orch.orchestrator.control.daemon", store.url, reason, str(epoch)], log)
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         lease = documents.LEASE.read(store, UnreadableDocuments())
@@ -82,7 +77,7 @@ def start_rehearsal(store: Store, record: RunRecord) -> None:
         )
 
 
-def spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def spawn(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start Python in a session of its own, with its output appended to `log`. Raises DaemonFailed."""
     try:
         out = log.open("ab")
@@ -95,6 +90,5 @@ def spawn(arguments: list[str], log: Path, fds: Sequence[int] = ()) -> subproces
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=fds,
             env={**os.environ, **PRINT_ANY_TEXT},
         )

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from shlex import quote
-from typing import assert_never
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
@@ -181,8 +180,6 @@ def stage_words(rollback: Rollback) -> str:
             return "is training and waiting for the fleet"
         case RollbackStage.PROBATION:
             return f"is on probation until step {rollback.probation_until_step}"
-        case _:
-            assert_never(rollback.stage)
 
 
 def discarded_words(steps: int, tokens: int, windows: int, window_tokens: int) -> str:
@@ -236,7 +233,8 @@ def continue_command(phase: RunPhase, reason: str, store: str) -> str:
     """Return the command that continues the run; empty where there is none."""
     match phase:
         case RunPhase.FAILED:
-            return f"fix the cause, then continue with: grpo-orch resume {quote(store)}"
+            new = "a changed run.yaml needs a new run, with another `storage:`"
+            return f"fix the cause ({new}), then continue with: grpo-orch resume {quote(store)}"
         case RunPhase.PAUSED if "`budget.usd" in reason:
             return f"continue with: grpo-orch resume --budget-usd NUMBER {quote(store)}"
         case RunPhase.PAUSED if TARGET_HINT in reason:

@@ -1,4 +1,4 @@
-"""Measurements that views share: machine states, the parts of a step, and the transfer of weights to the nodes."""
+"""Measurements that views share: machine states, step times, and the transfer of weights to the nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from statistics import median
 
 from grpo_orch.checkpoint.records import metrics
-from grpo_orch.checkpoint.records.metrics import PARTS, REPLAYED, RESTARTING, MetricsRow, StepTiming, split
+from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.formatting import data_size, short
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
 from grpo_orch.policies.serving.gateway_status import MemberStatus, VersionSpread
@@ -50,38 +50,6 @@ def state_now(journalled: NodeState, role: Role, members: Sequence[MemberStatus]
     if not serving:
         return NodeState.LOADING
     return NodeState.SERVING if any(member.requests_running for member in serving) else NodeState.IDLE
-
-
-# The parts of a step, from the trainer's log of the last steps.
-
-WAITING, PUBLISHING, GENERATING = "waiting for nodes", "publishing weights", "generating"  # of PARTS
-
-
-@dataclass(frozen=True, slots=True)
-class StepSplit:
-    """Seconds of each part of a step, averaged over several steps. The parts add up to the whole step."""
-
-    wait_s: float  # no node could serve
-    publish_s: float  # until the policy was in the store
-    generate_s: float
-    train_s: float  # the rest: rewards, gradients, the pause for a checkpoint, evaluations
-
-    @property
-    def step_s(self) -> float:
-        return self.wait_s + self.publish_s + self.generate_s + self.train_s
-
-
-def step_split(rows: Sequence[MetricsRow]) -> StepSplit | None:
-    """Average the steps of `rows`, in the order of time, that were not replayed; None without such steps."""
-    splits = [part for part in split(rows) if not part.seconds[RESTARTING] and not part.row.values.get(REPLAYED)]
-    steps = sum(part.steps for part in splits)
-    if not steps:
-        return None
-    mean_s = {name: sum(part.seconds[name] for part in splits) / steps for name in PARTS}
-    wait_s, publish_s, generate_s = (mean_s.pop(part) for part in (WAITING, PUBLISHING, GENERATING))
-    return (
-        StepSplit(wait_s, publish_s, generate_s, sum(mean_s.values())) if wait_s + publish_s + generate_s else None
-    )
 
 
 def timing_words(timing: StepTiming) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
-from grpo_orch.orchestrator.views.formatting import duration, moment
-from grpo_orch.orchestrator.views.measurements import NodeState, StepSplit, WeightsView
+from grpo_orch.orchestrator.views.formatting import continue_command, duration, moment, start_words
+from grpo_orch.orchestrator.views.measurements import NodeState, WeightsView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.state import RunState
@@ -30,7 +31,6 @@ class NodeView:
     reason: str
     market: Market
     policy: str | None
-    restarts: int  # of the machine and of its job
     since_s: float  # start of its phase, seconds since the epoch
     price_usd_per_h: float
     unfit: str = ""  # why it cannot hold the wanted policy, as reported by the node
@@ -40,17 +40,6 @@ class NodeView:
     pool: str = ""  # zone, machine type and market, requested or actual; empty: the cloud has no pools
     state: NodeState = NodeState.REQUESTED  # its phase; loading and idle are reported by the gateway
     tokens_per_s: float | None = None  # counted by its engines; None before the second look
-
-
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """The wanted number of rollout nodes, and why."""
-
-    nodes: int
-    fixed_s: float | None  # seconds of a step that more nodes do not shorten
-    generation_node_s: float | None  # node-seconds of generation in a step
-    cheapest: float | None  # number of nodes, not rounded
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +154,7 @@ class RunView:
     eta_s: float | None
     requests_waiting: int | None  # None without a recent gateway status
     nodes: tuple[NodeView, ...]
-    fleet: FleetView | None  # None: the run has no rollout nodes
+    rollouts_wanted: int | None  # None: the run has no rollout nodes
     deadline: DeadlineView | None  # None: the run has no deadline
     money: MoneyView
     buying_stopped: tuple[StoppedKindView, ...]
@@ -175,9 +164,9 @@ class RunView:
     daemon: DaemonView
     recent: tuple[MetricsRow, ...]
     events: tuple[EventLine, ...]  # the newest last
+    plan: str = ""  # of the fleet, one sentence; empty while nothing is compared
     weights: WeightsView | None = None  # transfer of the newest policy; None before the first
     parked_s: float | None = None  # seconds parked; None: not parked
-    step_split: StepSplit | None = None  # mean seconds of the parts of the last steps
     step_timing: StepTiming | None = None  # medians of the last steps
 
     @property
@@ -206,7 +195,27 @@ def health_of(state: RunState) -> HealthView:
     return HealthView()
 
 
-# Progress towards the deadline in words, for the terminal and the run page.
+# Descriptions for the terminal and the run page.
+
+
+def headline(view: RunView) -> str:
+    """Describe in a few words what matters most right now."""
+    if view.phase in TERMINAL_RUN:
+        hint = continue_command(view.phase, view.reason, view.store)
+        return f"{view.reason}; {hint}" if hint else view.reason
+    if view.phase is RunPhase.STOPPING:
+        return view.reason
+    if not view.daemon.alive:
+        return f"no controller; run: grpo-orch resume {quote(view.store)}"
+    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
+        return f"rolling back to {start_words(view.rollback.start)}"
+    if view.parked_s is not None:
+        return f"for {duration(view.parked_s)}: {view.reason}"
+    if view.phase is RunPhase.TRAINING and view.activity:
+        waiting = f", {view.requests_waiting} requests waiting" if view.requests_waiting else ""
+        slow = ", the store is slow" if view.store_slow else ""
+        return f"trainer is {view.activity}{waiting}{slow}"
+    return view.reason or "waiting for the trainer's first heartbeat"
 
 
 def deadline_words(view: RunView) -> list[str]:

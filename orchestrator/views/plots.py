@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Metrics
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from grpo_orch.policies.ledger.accounting import abandoned, fault_costs
+from grpo_orch.policies.ledger.accounting import abandoned, fault_costs, journalled_faults
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
@@ -28,14 +28,6 @@ SMOOTHED_OVER = 0.08  # window of the running mean, as a share of the steps
 
 Series = tuple[list[int], list[float]]
 Timings = Sequence[tuple[MetricsRow, StepTiming]]
-
-
-@dataclass(frozen=True, slots=True)
-class FaultMark:
-    """A thin vertical line at the step of a fault."""
-
-    step: int
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,8 @@ def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store)
     reader.refresh()
-    faults = run_faults(store, reader.history())
-    marks = [FaultMark(cost.at_step, cost.name) for cost in fault_costs(reader.rows, faults)]
+    faults = run_faults(store, journalled_faults(reader.history()))
+    struck = [cost.at_step for cost in fault_costs(reader.rows, faults)]
     rollbacks = [rollback for rollback in reader.state.rollbacks if rollback.fork in reader.state.forks]
     starts = [rollback.fork.start_at for rollback in rollbacks]
     spans = abandoned(reader.rows, rollbacks)
@@ -70,7 +62,7 @@ def plot_run(store: Store, path: Path) -> None:
             for start, span in zip(starts, spans, strict=True)
         ],
     )
-    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=marks, lost=lost)
+    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=struck, lost=lost)
 
 
 def plot(
@@ -79,10 +71,10 @@ def plot(
     path: Path,
     *,
     title: str = "",
-    faults: Sequence[FaultMark] = (),
+    faults: Sequence[int] = (),
     lost: AbandonedRows = AbandonedRows(),
 ) -> None:
-    """Draw the rows to a PNG at `path`. A panel without data shows "not logged"."""
+    """Draw the rows to a PNG at `path`; `faults` are their steps. A panel without data shows "not logged"."""
     figure = Figure(figsize=(12, 14.5), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(4, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.935, bottom=0.045)
@@ -235,7 +227,7 @@ def _title(panel: Axes, title: str, unit: str) -> None:
     panel.set_xlabel("step", color=INK, fontsize=10)
 
 
-def _finish(panel: Axes, rows: Sequence[MetricsRow], faults: Sequence[FaultMark]) -> None:
+def _finish(panel: Axes, rows: Sequence[MetricsRow], faults: Sequence[int]) -> None:
     """Draw what all panels share: the step axis, a grid, fault marks, and a legend or "not logged"."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#b5bbc4")
@@ -250,13 +242,13 @@ def _finish(panel: Axes, rows: Sequence[MetricsRow], faults: Sequence[FaultMark]
     panel.yaxis.set_major_locator(MaxNLocator(nbins=6))
     first, last = min(row.step for row in rows), max(row.step for row in rows)
     panel.set_xlim(first - 0.5, max(last, first + 1) + 0.5)
-    for index, step in enumerate(sorted({mark.step for mark in faults})):
+    for index, step in enumerate(sorted(set(faults))):
         label = "fault" if index == 0 else None
         panel.axvline(step, color="#8a929e", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label=label)
     panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
 
 
-def _subtitle(rows: Sequence[MetricsRow], faults: Sequence[FaultMark], rollbacks: Sequence[RollbackMark]) -> str:
+def _subtitle(rows: Sequence[MetricsRow], faults: Sequence[int], rollbacks: Sequence[RollbackMark]) -> str:
     if not rows:
         return "nothing logged yet"
     counted = (("fault", len(faults)), ("rollback", len(rollbacks)))

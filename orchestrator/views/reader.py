@@ -62,6 +62,7 @@ class Reader:
         self.lease: documents.Lease | None = None
         self.lease_watch = LeaseWatch()
         self.trainer: Trainer | None = None
+        self.plan = ""  # of the fleet, one sentence; empty while nothing is compared
         self.controller: documents.ControllerMachine | None = None
         # None: not read since the last controller machine ended.
         self._past_controllers: tuple[ControllerRental, ...] | None = None
@@ -99,6 +100,8 @@ class Reader:
         self.checkpoints = self._catalog.newest().checkpoints
         self.lease = documents.LEASE.read(self.store, self.unreadable)
         self.trainer = documents.TRAINER.read(self.store, self.unreadable)
+        explanation = documents.PLAN.read(self.store, self.unreadable)
+        self.plan = "" if explanation is None else explanation.plan
         self.controller = documents.CONTROLLER.read(self.store)
         if self.controller is not None:
             self._past_controllers = None

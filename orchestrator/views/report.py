@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
-from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming, logged, median_timing, step_timings
+from grpo_orch.checkpoint.records.metrics import StepTiming, logged, median_timing, step_timings
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.transfer import export_of
@@ -48,7 +49,6 @@ from grpo_orch.policies.fleet.budget import not_counted
 from grpo_orch.policies.ledger.accounting import (
     Fault,
     FaultCost,
-    History,
     abandoned,
     fault_costs,
     journalled_faults,
@@ -57,7 +57,6 @@ from grpo_orch.policies.ledger.accounting import (
 from grpo_orch.policies.ledger.rentals import Rental, bill, rentals
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, may_overlap
-from grpo_orch.policies.model.state import Rollback, RunState
 from grpo_orch.policies.model.timelines import Skipped
 from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RunPhase
 from grpo_orch.policies.serving.gateway_status import VersionSpread
@@ -85,6 +84,19 @@ class RollbackReport:
     windows_unused: int  # stored for steps that were never logged
     tokens_unused: int  # of these windows
     outcome: str  # its stage, in words
+
+    @property
+    def changed_words(self) -> str:
+        """Describe the changes."""
+        parts = change_words(self.changes), skipped_words(self.skipped)
+        return "; ".join(part for part in parts if part) or SEEDS_ONLY
+
+    @property
+    def lost_words(self) -> str:
+        """Describe what was discarded."""
+        return discarded_words(
+            self.steps_abandoned, self.tokens_abandoned, self.windows_unused, self.tokens_unused
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +130,7 @@ class Report:
     store_unpriced: str  # the parts without a known price
     faults_survived: int
     faults: tuple[FaultCost, ...]
-    restarts: dict[str, int]  # by slot, of the machine and of its job
+    restarts: dict[str, int]  # by slot, of its machine or job after a fault
     rollbacks: tuple[RollbackReport, ...]
     steps_abandoned: int  # by all rollbacks
     tokens_abandoned: int
@@ -137,13 +149,15 @@ def build_report(reader: Reader, now_s: float) -> Report:
     store, rows, state = reader.store, reader.path, reader.state
     end_s, history = _end_s(reader, now_s), reader.history()
     finished = state.phase is RunPhase.FINISHED
-    costs = tuple(fault_costs(reader.rows, run_faults(store, history), finished=finished))
+    journalled = journalled_faults(history)
+    costs = tuple(fault_costs(reader.rows, run_faults(store, journalled), finished=finished))
+    restarts = Counter(fault.target for fault in journalled)
     # A controller machine costs money after the run's end, until `down`.
     controllers_usd = sum(rental.usd for rental in reader.controllers(now_s))
     rented, tariff, wall_s = rentals(history, end_s), _tariff(reader), max(0.0, end_s - reader.record.created_at_s)
     money = bill(rented, controllers_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
-    rollbacks = _rollbacks(state, reader.spec, reader.rows)
+    rollbacks = rollback_reports(reader)
     trained = sum(row.tokens for row in rows)
     timing = median_timing(timing for _, timing in step_timings(rows))
     return Report(
@@ -174,7 +188,7 @@ def build_report(reader: Reader, now_s: float) -> Report:
         store_unpriced=_unpriced(tariff),
         faults_survived=sum(cost.survived for cost in costs),
         faults=costs,
-        restarts={name: slot.incarnations - 1 + slot.job_restarts for name, slot in sorted(state.slots.items())},
+        restarts={slot: restarts[slot] for slot in sorted(state.slots)},
         rollbacks=rollbacks,
         steps_abandoned=sum(rollback.steps_abandoned for rollback in rollbacks),
         tokens_abandoned=sum(rollback.tokens_abandoned for rollback in rollbacks),
@@ -189,10 +203,9 @@ def build_report(reader: Reader, now_s: float) -> Report:
     )
 
 
-def run_faults(store: Store, history: History) -> list[Fault]:
+def run_faults(store: Store, journalled: Sequence[Fault]) -> list[Fault]:
     """Return all faults of the run, rehearsed or not, in order."""
-    rehearsed = [rehearsed_fault(fault) for fault in read_faults(store)]
-    return merge_faults(rehearsed, journalled_faults(history))
+    return merge_faults([rehearsed_fault(fault) for fault in read_faults(store)], journalled)
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -271,13 +284,15 @@ def rehearsed_fault(fault: RehearsedFault) -> Fault:
     return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)
 
 
-def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[MetricsRow]) -> tuple[RollbackReport, ...]:
-    found = []
+def rollback_reports(reader: Reader) -> tuple[RollbackReport, ...]:
+    """Describe the run's rollbacks, in order."""
+    state, rows, found = reader.state, reader.rows, []
     befores = [None, *(rollback.fork for rollback in state.rollbacks)]
     for rollback, before, lost in zip(state.rollbacks, befores, abandoned(rows, state.rollbacks), strict=False):
         fork = rollback.fork
         left = PolicyVersion(0 if before is None else before.timeline, lost.last_step)
         unused = metrics.unused_before(rows, fork.timeline)
+        is_current = rollback.passed or rollback is state.rollbacks[-1]
         found.append(
             RollbackReport(
                 timeline=fork.timeline,
@@ -285,22 +300,16 @@ def _rollbacks(state: RunState, spec: RunSpec, rows: Sequence[MetricsRow]) -> tu
                 reason=fork.reason,
                 from_version=str(left),
                 start=fork.start,
-                changes=changes_of(fork, before, spec.grpo),
+                changes=changes_of(fork, before, reader.spec.grpo),
                 skipped=skipped_of(fork, before),
                 steps_abandoned=lost.steps,
                 tokens_abandoned=lost.tokens,
                 windows_unused=unused[0],
                 tokens_unused=unused[1],
-                outcome=outcome_words(rollback, state),
+                outcome=stage_words(rollback) if is_current else "was replaced by the next rollback",
             )
         )
     return tuple(found)
-
-
-def outcome_words(rollback: Rollback, state: RunState) -> str:
-    """Describe the stage of a rollback, or that a later one replaced it."""
-    is_current = rollback is state.rollbacks[-1]
-    return stage_words(rollback) if rollback.passed or is_current else "was replaced by the next rollback"
 
 
 def _exported_to(store: Store, healthy: str | None) -> str | None:
@@ -366,15 +375,10 @@ def _rollback_table(rollback: RollbackReport) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    lost = discarded_words(
-        rollback.steps_abandoned, rollback.tokens_abandoned, rollback.windows_unused, rollback.tokens_unused
-    )
-    table.add_row(
-        f"timeline {rollback.timeline}", f"from {rollback.from_version} to {start_words(rollback.start)}; {lost}"
-    )
+    ends = f"from {rollback.from_version} to {start_words(rollback.start)}"
+    table.add_row(f"timeline {rollback.timeline}", f"{ends}; {rollback.lost_words}")
     table.add_row("reason", Text(rollback.reason))
-    other = [change_words(rollback.changes), skipped_words(rollback.skipped)]
-    table.add_row("changed", "; ".join(part for part in other if part) or SEEDS_ONLY)
+    table.add_row("changed", rollback.changed_words)
     table.add_row("now", rollback.outcome)
     return table
 

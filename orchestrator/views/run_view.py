@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections import Counter, defaultdict
@@ -20,12 +19,11 @@ from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.orchestrator.views.formatting import stage_words
-from grpo_orch.orchestrator.views.measurements import newest_weights, state_now, step_split
+from grpo_orch.orchestrator.views.measurements import newest_weights, state_now
 from grpo_orch.orchestrator.views.model import (
     CheckpointView,
     DaemonView,
     DeadlineView,
-    FleetView,
     MoneyView,
     NodeView,
     RollbackView,
@@ -35,13 +33,13 @@ from grpo_orch.orchestrator.views.model import (
     health_of,
 )
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.policies.costs.steps import optimum, shape_of
+from grpo_orch.policies.costs.steps import shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of
-from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
+from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.model.breaker import probe_wait_s
 from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.spec import RunSpec, generates_itself
+from grpo_orch.policies.model.spec import generates_itself
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
@@ -102,10 +100,8 @@ def described(
         tokens_per_s=_tokens_per_s(pace),
         eta_s=eta_s,
         requests_waiting=gateway.requests_waiting if gateway else None,
-        nodes=tuple(
-            replace(node, tokens_per_s=tokens_per_s.get(node.node)) for node in _nodes(reader, heartbeat, gateway)
-        ),
-        fleet=_fleet(reader.spec, state, rows),
+        nodes=_nodes(reader, heartbeat, gateway, tokens_per_s),
+        rollouts_wanted=None if generates_itself(reader.spec) else rollouts_wanted(state, reader.spec),
         deadline=_deadline(reader, heartbeat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
         buying_stopped=_not_bought(state) if running else (),
@@ -115,8 +111,8 @@ def described(
         daemon=_daemon(reader, now_s),
         recent=tuple(rows[-RECENT_STEPS:]),
         parked_s=None if state.parked_at_s is None else max(0.0, now_s - state.parked_at_s),
-        step_split=step_split(pace),
         step_timing=median_timing(timing for _, timing in step_timings(rows[-RECENT_ROWS:])[-PACE_STEPS:]),
+        plan=reader.plan if running else "",
         weights=newest_weights(rows, gateway.versions if gateway else ()),
         events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
     )
@@ -137,23 +133,6 @@ def _rollback(state: RunState) -> RollbackView | None:
         probation_until_step=rollback.probation_until_step,
         text=stage_words(rollback),
     )
-
-
-def _fleet(spec: RunSpec, state: RunState, rows: Sequence[MetricsRow]) -> FleetView | None:
-    """Explain the size of the fleet, computed as in `policies.fleet.plan` from the same rows."""
-    if generates_itself(spec):
-        return None
-    nodes, prices = rollouts_wanted(state, spec), hourly_prices(state)
-    shape = shape_of(step_times(rows[-RECENT_ROWS:]))
-    if shape is None:
-        return FleetView(nodes, None, None, None, "not measured yet: the maximum in run.yaml")
-    if not prices.known:
-        reason = "prices are not known: the maximum in run.yaml"
-        return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
-    cheapest = optimum(shape, prices)
-    reason = f"{size_sentence(spec, state, shape)}; {size_summary(shape, prices)}"
-    exact = None if math.isinf(cheapest) else cheapest  # JSON has no infinity
-    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
 
 
 def _deadline(reader: Reader, heartbeat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
@@ -206,9 +185,7 @@ def _not_bought(state: RunState) -> tuple[StoppedKindView, ...]:
 
 
 def _nodes(
-    reader: Reader,
-    heartbeat: Trainer | None,
-    gateway: GatewayStatus | None,
+    reader: Reader, heartbeat: Trainer | None, gateway: GatewayStatus | None, tokens_per_s: Mapping[str, float]
 ) -> tuple[NodeView, ...]:
     """Return a view of each slot, the trainer first, `rollout-10` after `rollout-9`."""
     members = defaultdict[str, list[MemberStatus]](list)
@@ -218,17 +195,15 @@ def _nodes(
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
     return tuple(
         replace(
-            _node(reader, node, heartbeat, members[node.id], joining.get(node.id)),
+            _node(node, heartbeat, members[node.id], joining.get(node.id)),
             state=state_now(reader.states[node.slot], node.role, members[node.id]),
+            tokens_per_s=tokens_per_s.get(node.id),
         )
         for node in newest
     )
 
 
-def _node(
-    reader: Reader, node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None
-) -> NodeView:
-    slot = reader.state.slots[node.slot]
+def _node(node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None) -> NodeView:
     if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
         heartbeat, members, stage = None, (), None
     # The content digest after the version is not shown.
@@ -245,7 +220,6 @@ def _node(
         reason=node.reason,
         market=node.market,
         policy=policy,
-        restarts=slot.incarnations - 1 + slot.job_restarts,
         since_s=node.since_s,
         price_usd_per_h=node.price_usd_per_h,
         unfit=next((_unfit_words(member) for member in members if member.unfit), ""),

@@ -6,10 +6,9 @@ shown by colour alone.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from shlex import quote
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -33,22 +32,26 @@ from grpo_orch.orchestrator.views.formatting import (
     plain,
     short,
     sparkline,
-    start_words,
     usd,
     wrap,
 )
 from grpo_orch.orchestrator.views.measurements import (
     AT_WORK,
     NodeState,
-    StepSplit,
     stages_words,
     timing_words,
     weights_words,
 )
-from grpo_orch.orchestrator.views.model import FleetView, MoneyView, NodeView, RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.model import (
+    MoneyView,
+    NodeView,
+    RunView,
+    deadline_words,
+    headline,
+    is_late,
+)
 from grpo_orch.policies.detect.divergence import Health
-from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.vocabulary import NodePhase, Role, RollbackStage, RunPhase
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 
 # The top: what the run is doing, its progress, and whether it learns.
 
@@ -75,30 +78,13 @@ def head(view: RunView, width: int) -> list[Text]:
     phase = f" {view.phase.upper().replace('_', ' ')} "
     first = Text(no_wrap=True)
     first.append(view.name, "bold").append("  ").append(phase, f"{RUN_STYLES[view.phase]} reverse")
-    headline = plain(_headline(view))
+    words = plain(headline(view))
     below: list[str] = []
-    if cell_len(headline) <= width - first.cell_len - 2:
-        first.append("  ").append(headline, "dim")
+    if cell_len(words) <= width - first.cell_len - 2:
+        first.append("  ").append(words, "dim")
     else:
-        below = wrap(headline, width, HEADLINE_LINES)
+        below = wrap(words, width, HEADLINE_LINES)
     return [cut(first, width), *(Text(line, "dim", no_wrap=True) for line in below), _progress(view, width)]
-
-
-def _headline(view: RunView) -> str:
-    """Describe in a few words what matters most right now."""
-    if view.phase in TERMINAL_RUN or view.phase is RunPhase.STOPPING:
-        return view.reason
-    if not view.daemon.alive:
-        return f"no controller; run: grpo-orch resume {quote(view.store)}"
-    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
-        return f"rolling back to {start_words(view.rollback.start)}"
-    if view.phase is RunPhase.TRAINING and view.activity:
-        waiting = f", {view.requests_waiting} requests waiting" if view.requests_waiting else ""
-        slow = ", the store is slow" if view.store_slow else ""
-        return f"trainer is {view.activity}{waiting}{slow}"
-    if view.parked_s is not None:
-        return f"for {duration(view.parked_s)}: {view.reason}"
-    return view.reason or "waiting for the trainer's first heartbeat"
 
 
 def _progress(view: RunView, width: int) -> Text:
@@ -177,7 +163,6 @@ def _is_above_limit(view: RunView) -> bool:
 # Facts of a line or two: problems, dollars, step times, weights, joining nodes.
 
 TROUBLE_LINES = 2
-STEP_BAR_MIN, STEP_BAR_MAX = 8, 60  # cells
 
 
 def trouble(view: RunView, width: int) -> list[Text]:
@@ -224,55 +209,20 @@ def deadline(view: RunView, width: int) -> list[Text]:
     return labelled("deadline", joined(words, width - LABEL), width, style="yellow" if is_late(view) else "")
 
 
-def step(split: StepSplit | None, width: int) -> list[Text]:
-    """Draw the parts of a step's time as one bar, with a different fill character for each part."""
-    if split is None or split.step_s <= 0:
-        return []
-    parts = [
-        ("█", "green", "generate", split.generate_s),
-        ("▓", "blue", "train", split.train_s),
-        ("▒", "magenta", "publish", split.publish_s),
-        ("░", "red", "wait", split.wait_s),
-    ]
-    parts = [part for part in parts if part[3] >= 0.0005 * split.step_s]
-    keys = [f" {glyph} {name} {short(seconds)} s" for glyph, _, name, seconds in parts]
-    bar_width = min(STEP_BAR_MAX, width - LABEL - sum(map(cell_len, keys)))
-    line = Text(align_left("step", LABEL), no_wrap=True)
-    if bar_width >= STEP_BAR_MIN:
-        done, end_s = 0, 0.0
-        for glyph, style, _, seconds in parts:
-            end_s += seconds
-            end = round(bar_width * end_s / split.step_s)
-            line.append(glyph * (end - done), style)
-            done = end
-    elif sum(map(cell_len, keys)) > width - LABEL:
-        return labelled("step", joined([key.strip() for key in keys], width - LABEL), width)
-    for key, (_, style, _, _) in zip(keys, parts, strict=True):
-        line.append(key[:2], style).append(key[2:])
-    return [cut(line, width)]
-
-
 def timing(view: StepTiming | None, width: int) -> list[Text]:
     """Draw the seconds of generation and training in a step, and the idle time of each side."""
-    return (
-        [] if view is None else labelled("median", joined(timing_words(view), width - LABEL), width, style="dim")
-    )
-
-
-def fleet(view: FleetView | None, width: int) -> list[Text]:
-    """Draw the reasons for the size of the fleet."""
-    if view is None or view.fixed_s is None:
-        return []
-    cheapest = "prices not known" if view.cheapest is None else f"{view.cheapest:.1f} nodes cheapest"
-    split = f"{short(view.fixed_s)} s + {short(view.generation_node_s)} node-seconds generating"
-    words = [split, f"{cheapest}, {view.nodes} wanted"]
-    plan = labelled("plan", view.reason.partition("; a step is")[0], width, style="dim")
-    return [*labelled("fleet", joined(words, width - LABEL), width, style="dim"), *plan]
+    words = [] if view is None else timing_words(view)
+    return labelled("median", joined(words, width - LABEL), width, style="dim")
 
 
 def weights(view: RunView, width: int) -> list[Text]:
     """Draw the time that the newest policy took to reach the nodes."""
     return [] if view.weights is None else labelled("weights", weights_words(view.weights), width, style="dim")
+
+
+def plan(view: RunView, width: int) -> list[Text]:
+    """Draw why the fleet has its nodes."""
+    return labelled("plan", plain(view.plan), width, most=2, style="dim") if view.plan else []
 
 
 def joining(view: RunView, width: int) -> list[Text]:
@@ -285,9 +235,8 @@ def joining(view: RunView, width: int) -> list[Text]:
     ]
 
 
-# The machines: one line each; if there are too many, groups and counts.
+# The machines: one line each.
 
-GROUP_NAME_MAX = 32  # cells
 # The style of each state, the most important state first.
 STATE_STYLES = {
     NodeState.SERVING: "green",
@@ -305,93 +254,39 @@ _TROUBLE_FIRST = {state: rank for rank, state in enumerate(STATE_STYLES) if stat
 COUNTS_LINES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The cells of one table line, which describes `nodes`."""
-
-    nodes: Sequence[NodeView]
-    name: str
-    state: str
-    style: str
-    policy: str
-    tokens: str
-    price: str
-    market: str
-    since: str
-
-
 def machines(view: RunView, width: int, most: int) -> list[Text]:
-    """Draw at most `most` lines: a head, the machines, and the count of each state."""
+    """Draw at most `most` lines: a head, the machines, and the count of each state.
+
+    If the machines are too many, the trainer and those in trouble come first, and the last line counts the others.
+    """
     if not view.nodes:
         return [Text(fit("no machines yet", width), "dim")]
     counts = _counts(view, width)[: max(1, most - 2)]
-    table = _table(_rows(view, most - 1 - len(counts)), width) if most > 2 else []
-    return [*table, *counts]
-
-
-def _rows(view: RunView, most: int) -> list[_Row]:
-    """Return a row per machine if they fit; else rows for the trainer and failing machines, then groups."""
-    if len(view.nodes) <= most:
-        return [_row(view, node) for node in view.nodes]
-
-    def rank(node: NodeView) -> tuple[bool, int]:
-        return node.role is not Role.TRAINER, _TROUBLE_FIRST.get(node.state, len(STATE_STYLES))
-
-    important = sum(node.role is Role.TRAINER or node.state in _TROUBLE_FIRST for node in view.nodes)
-    single_count = max(min(important, (most + 1) // 2), most - len(_pools(view.nodes)))
-    chosen = {node.node for node in sorted(view.nodes, key=rank)[:single_count]}
-    groups = _pools([node for node in view.nodes if node.node not in chosen])
-    group_count = most - len(chosen)
-    if len(groups) > group_count:
-        kept, rest = groups[: max(0, group_count - 1)], groups[max(0, group_count - 1) :]
-        groups = [*kept, ("elsewhere", [node for _, nodes in rest for node in nodes])][: max(0, group_count)]
+    free = most - 1 - len(counts)
+    if free <= 0:
+        return counts
+    nodes = list(view.nodes)
+    if len(nodes) > free:
+        nodes = sorted(nodes, key=_rank)[: free - 1]
+    more = [f"{len(view.nodes) - len(nodes)} more"] if len(nodes) < len(view.nodes) else []
     return [
-        *(_row(view, node) for node in view.nodes if node.node in chosen),
-        *(_group(name, nodes) for name, nodes in groups),
+        *(_table(view, nodes, width) if nodes else []),
+        *(Text(fit(words, width), "dim") for words in more),
+        *counts,
     ]
 
 
-def _pools(nodes: Sequence[NodeView]) -> list[tuple[str, list[NodeView]]]:
-    """Return the machines of each pool, the largest pool first."""
-    found = defaultdict[str, list[NodeView]](list)
-    for node in nodes:
-        zone, _, machine = node.pool.partition(" ")
-        found[f"{zone.rpartition('/')[2]} {machine}" if node.pool else node.market.replace("_", " ")].append(node)
-    return sorted(found.items(), key=lambda pool: -len(pool[1]))
+def _rank(node: NodeView) -> tuple[bool, int]:
+    return node.role is not Role.TRAINER, _TROUBLE_FIRST.get(node.state, len(STATE_STYLES))
 
 
-def _row(view: RunView, node: NodeView) -> _Row:
+def _state(node: NodeView) -> str:
     counts_engines = node.engines > 1 and node.phase is NodePhase.SERVING
-    state = f"{node.state} {node.engines_serving}/{node.engines}" if counts_engines else node.state
-    is_unfit = node.unfit and not node.engines_serving
-    return _Row(
-        nodes=(node,),
-        name=node.node,
-        state=state,
-        style="bold red" if is_unfit else STATE_STYLES[node.state],
-        policy="unfit" if is_unfit else (node.policy or UNKNOWN_TEXT),
-        tokens=short(node.tokens_per_s),
-        price=f"{node.price_usd_per_h:.2f}",
-        market=node.market.replace("_", " "),
-        since=duration(view.now_s - node.since_s),
-    )
+    return f"{node.state} {node.engines_serving}/{node.engines}" if counts_engines else node.state
 
 
-def _group(name: str, nodes: Sequence[NodeView]) -> _Row:
-    serving = sum(node.state in AT_WORK for node in nodes)
-    policies = Counter(node.policy for node in nodes if node.policy).most_common(1)
-    rates = [node.tokens_per_s for node in nodes if node.tokens_per_s is not None]
-    return _Row(
-        nodes=nodes,
-        name=f"{len(nodes)} more: {name}",
-        state=f"{serving} running",
-        style="green" if serving == len(nodes) else "yellow",
-        policy=policies[0][0] or UNKNOWN_TEXT if policies else UNKNOWN_TEXT,
-        tokens=short(sum(rates)) if rates else UNKNOWN_TEXT,
-        price=f"{sum(node.price_usd_per_h for node in nodes):.2f}",
-        market="",
-        since="",
-    )
+def _is_unfit(node: NodeView) -> bool:
+    return bool(node.unfit) and not node.engines_serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +294,7 @@ class _Column:
     title: str
     words: Sequence[str]
     pad: Callable[[str, int], str]
-    least: int = 0
+    least: int = 0  # cells
 
     @property
     def width(self) -> int:
@@ -410,29 +305,29 @@ class _Column:
         return self.pad(self.title if row is None else self.words[row], self.width)
 
 
-def _table(rows: Sequence[_Row], width: int) -> list[Text]:
-    name, state, ends = _columns(rows, width)
+def _table(view: RunView, nodes: Sequence[NodeView], width: int) -> list[Text]:
+    name, state, ends = _columns(view, nodes, width)
     lines = [Text(f"{name.cell(None)} {state.cell(None)}{''.join(f' {end.cell(None)}' for end in ends)}", "dim")]
-    for index, row in enumerate(rows):
-        line = Text(name.cell(index), no_wrap=True).append(" ").append(state.cell(index), row.style)
+    for index, node in enumerate(nodes):
+        style = "bold red" if _is_unfit(node) else STATE_STYLES[node.state]
+        line = Text(name.cell(index), no_wrap=True).append(" ").append(state.cell(index), style)
         lines.append(line.append("".join(f" {end.cell(index)}" for end in ends)))
     for line in lines:
         line.rstrip()
     return [cut(line, width) for line in lines]
 
 
-def _columns(rows: Sequence[_Row], width: int) -> tuple[_Column, _Column, list[_Column]]:
+def _columns(view: RunView, nodes: Sequence[NodeView], width: int) -> tuple[_Column, _Column, list[_Column]]:
     """Return name, state, and as many further columns as fit."""
-    longest = max((cell_len(row.name) for row in rows if len(row.nodes) == 1), default=0)
-    most = max(longest, GROUP_NAME_MAX)
-    name = _Column("node", [fit(row.name, most) for row in rows], align_left)
-    state = _Column("state", [row.state for row in rows], align_left, 8)
+    name = _Column("node", [node.node for node in nodes], align_left)
+    state = _Column("state", [_state(node) for node in nodes], align_left, 8)
+    policies = ["unfit" if _is_unfit(node) else (node.policy or UNKNOWN_TEXT) for node in nodes]
     ends = [
-        _Column("policy", [row.policy for row in rows], align_left),
-        _Column("tok/s", [row.tokens for row in rows], align_right),
-        _Column("$/h", [row.price for row in rows], align_right),
-        _Column("market", [row.market for row in rows], align_left),
-        _Column("for", [row.since for row in rows], align_right, 8),
+        _Column("policy", policies, align_left),
+        _Column("tok/s", [short(node.tokens_per_s) for node in nodes], align_right),
+        _Column("$/h", [f"{node.price_usd_per_h:.2f}" for node in nodes], align_right),
+        _Column("market", [node.market.replace("_", " ") for node in nodes], align_left),
+        _Column("for", [duration(view.now_s - node.since_s) for node in nodes], align_right, 8),
     ]
     free = width - name.width - 1 - state.width - 1
     kept = list[_Column]()
@@ -494,15 +389,14 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     keep = min(MACHINES_MIN, len(view.nodes) + 2) + EVENTS_MIN
     dollars = free.take(money(view.money, width), keep)
     dollars += free.take(deadline(view, width), keep)
-    parts = free.take(step(view.step_split, width), keep)
-    parts += free.take(timing(view.step_timing, width), keep)
+    times = free.take(timing(view.step_timing, width), keep)
     stages = free.take(joining(view, width), keep)
-    details = free.take(weights(view, width), keep) + free.take(fleet(view.fleet, width), keep)
+    details = free.take(weights(view, width), keep) + free.take(plan(view, width), keep)
     blanks = free.take([BLANK] * 3, keep)
     nodes = free.take(machines(view, width, _machine_lines(view, free.count)))
     events = _events(view, width, free.count)
     gap = [blanks[:1] for blanks in (blanks, blanks[1:], blanks[2:])]
-    facts = [*curves, *dollars, *parts, *details, *troubles, *stages]
+    facts = [*curves, *dollars, *times, *details, *troubles, *stages]
     return [*top, *gap[2], *facts, *gap[0], *nodes, *gap[1], *events]
 
 

@@ -1,16 +1,20 @@
-"""Serve the pages over HTTP, as HTML or JSON, and notify them of news. Everything here is read-only."""
+"""Serve the pages over HTTP, as HTML or JSON. Everything here is read-only.
+
+The server listens on the loopback address only and needs no secret; use `ssh -L` from other machines. The Host
+header must name the loopback address, so that a foreign site whose name resolves to it cannot read the pages (DNS
+rebinding).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import mimetypes
+import re
+import signal
+import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import resources
-from shlex import quote
+from pathlib import Path
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -19,8 +23,9 @@ from markupsafe import Markup
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.store.errors import NotFound, StoreError
+from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.orchestrator.gateway.surface.listener import listening
 from grpo_orch.orchestrator.views.formatting import (
-    continue_command,
     data_size,
     duration,
     escape_invisible,
@@ -28,15 +33,14 @@ from grpo_orch.orchestrator.views.formatting import (
     short,
     usd,
 )
-from grpo_orch.orchestrator.views.model import RunView, deadline_words, is_late
+from grpo_orch.orchestrator.views.model import RunView, deadline_words, headline, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
 from grpo_orch.orchestrator.web import curves, pages
-from grpo_orch.orchestrator.web.access import add_headers, guard
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Observation, Watch, observations
+from grpo_orch.orchestrator.web.watch import Observation, Watch
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RollbackStage
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
 UNREADABLE_SHOWN = 3
 
@@ -51,14 +55,12 @@ class Figure:
     tone: str = ""
 
 
-def strip(observation: Observation) -> list[Figure]:
-    """Return the figures at the top of every page, in order."""
-    return observation.cached("strip", lambda: _figures(observation))
-
-
 def troubles(view: RunView) -> list[str]:
     """Describe the problems that do not end the run, a line each."""
     lines = []
+    if view.health.health is not Health.HEALTHY:
+        finding = "The run has diverged" if view.health.health is Health.TRIPPED else "Possible divergence"
+        lines.append(f"{finding} since step {view.health.onset_step}")
     for stopped in view.buying_stopped:
         wait_s = stopped.next_try_s - view.now_s
         when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
@@ -71,33 +73,6 @@ def troubles(view: RunView) -> list[str]:
     return lines + [f"{damaged.key} cannot be read and is ignored: {damaged.reason}" for damaged in ignored]
 
 
-def deadline_line(view: RunView) -> Figure | None:
-    """Describe the deadline, the progress towards it, and the forecast cost."""
-    words = deadline_words(view)
-    if not words:
-        return None
-    forecast = view.money.forecast_usd
-    costs = [] if forecast is None else [f"{usd(forecast)} at the end"]
-    return Figure("deadline", words[0], " · ".join([*words[1:], *costs]), "warn" if is_late(view) else "")
-
-
-def headline(view: RunView) -> str:
-    """Describe in a few words what matters most right now."""
-    if view.phase in TERMINAL_RUN:
-        hint = continue_command(view.phase, view.reason, view.store)
-        return f"{view.reason}; {hint}" if hint else view.reason
-    if not view.daemon.alive:
-        return f"no controller; run: grpo-orch resume {quote(view.store)}"
-    if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
-        return f"timeline {view.rollback.timeline} {view.rollback.text}"
-    if view.health.health is not Health.HEALTHY:
-        finding = "diverged" if view.health.health is Health.TRIPPED else "possible divergence"
-        return f"{finding} since step {view.health.onset_step}"
-    if view.parked_s is not None:
-        return f"for {duration(view.parked_s)}: {view.reason}"
-    return f"the trainer is {view.activity}" if view.activity else view.reason
-
-
 def _figures(observation: Observation) -> list[Figure]:
     view, money = observation.view, observation.view.money
     of = f"of {view.max_steps:,}" if view.max_steps else ""
@@ -107,7 +82,7 @@ def _figures(observation: Observation) -> list[Figure]:
     waiting = f"{view.requests_waiting} waiting" if view.requests_waiting else ""
     return [
         Figure("step", f"{view.step:,}", of),
-        Figure("reward", short(view.reward), _held_out(observation.path)),
+        Figure("reward", short(view.reward), _held_out(observation.reader.path)),
         Figure("KL", short(view.kl), limit, "bad" if above else ""),
         Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} left" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
@@ -121,12 +96,16 @@ def _rollouts(view: RunView) -> Figure:
     """Return the number of serving rollout nodes, and how many are wanted."""
     serving = [node for node in view.nodes if node.role is Role.ROLLOUT and node.phase is NodePhase.SERVING]
     on_demand = sum(node.market is Market.ON_DEMAND for node in serving)
-    if view.fleet is None:
+    if view.rollouts_wanted is None:
         below = "none in this run"
     elif view.phase in TERMINAL_RUN:
         below = ""
     else:
-        below = f"of {view.fleet.nodes}, {on_demand} on demand" if on_demand else f"of {view.fleet.nodes} wanted"
+        below = (
+            f"of {view.rollouts_wanted}, {on_demand} on demand"
+            if on_demand
+            else f"of {view.rollouts_wanted} wanted"
+        )
     return Figure("rollout nodes", f"{len(serving)}", below)
 
 
@@ -148,13 +127,50 @@ PAGES: tuple[Page, ...] = (
     curves.SERIES,
     curves.SPLIT,
     curves.LANES,
+    Page("/live", lambda observation, _: {"number": observation.number}),
 )
 
-WATCHERS_MAX = 100  # concurrent; each holds a connection
-QUIET_S = 15.0  # without news, a comment is sent at this interval to keep the connection open
-RETRY_MS = 3000  # delay before a browser reconnects
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Reject a wrong Host header or method, else call the handler."""
+    if _host_of(request) not in LOCAL_NAMES:
+        return web.Response(status=421, text="wrong host name: use 127.0.0.1 or localhost\n")
+    if request.method not in ("GET", "HEAD"):
+        allowed = {hdrs.ALLOW: "GET, HEAD"}
+        return web.Response(status=405, text="this page is read-only\n", headers=allowed)
+    return await handler(request)
+
+
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Set the headers of every response, including errors."""
+    response.headers.update(HEADERS)
+    response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
+    response.headers.pop(hdrs.SERVER, None)
+
+
+def _host_of(request: web.Request) -> str:
+    """Return the name in the Host header, without its port."""
+    named = request.headers.get(hdrs.HOST, "")
+    bracketed = re.fullmatch(r"\[([0-9a-fA-F:]+)\](:[0-9]*)?", named)
+    return bracketed[1] if bracketed else re.sub(r":[0-9]*$", "", named).lower()
 
 
 class Site:
@@ -163,24 +179,14 @@ class Site:
     def __init__(self, watch: Watch, pages: Sequence[Page] = PAGES) -> None:
         self._watch = watch
         self._pages = pages
-        self._static = _static_files()
-        self._watchers = 0
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
-        app.cleanup_ctx.append(self._watching)
         app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
-        app.add_routes([web.get("/live", self._live), web.get("/static/{name:.+}", self._file)])
+        app.router.add_static("/static", Path(__file__).parent / "static")
         return app
-
-    async def _watching(self, _: web.Application) -> Any:
-        task = asyncio.ensure_future(self._watch.run())
-        yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
     def _handler(self, page: Page) -> Handler:
         async def handle(request: web.Request) -> web.Response:
@@ -205,53 +211,12 @@ class Site:
         shared = {
             "observation": observation,
             "view": observation.view,
-            "strip": strip(observation),
+            "strip": _figures(observation),
             "headline": headline(observation.view),
         }
-        shared |= {"deadline": deadline_line(observation.view), "troubles": troubles(observation.view)}
+        shared |= {"deadline": deadline_words(observation.view), "is_late": is_late(observation.view)}
+        shared["troubles"] = troubles(observation.view)
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
-
-    async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Send server-sent events: `observation`, with its number, for every newer observation."""
-        if self._watchers >= WATCHERS_MAX:
-            raise PageError(503, f"{WATCHERS_MAX} pages are open already, close some")
-        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "text/event-stream"})
-        self._watchers += 1
-        try:
-            with suppress(ConnectionResetError):  # the page was closed
-                await self._send_looks(request, response)
-        finally:
-            self._watchers -= 1
-        return response
-
-    async def _send_looks(self, request: web.Request, response: web.StreamResponse) -> None:
-        await response.prepare(request)
-        await response.write(f"retry: {RETRY_MS}\n\n".encode())
-        stream = observations(self._watch, self._watch.newest.number)
-        next_look = asyncio.ensure_future(anext(stream))
-        try:
-            while True:
-                await asyncio.wait({next_look}, timeout=QUIET_S)
-                if next_look.done():
-                    await response.write(f"event: observation\ndata: {next_look.result().number}\n\n".encode())
-                    next_look = asyncio.ensure_future(anext(stream))
-                else:
-                    await response.write(b": quiet\n\n")
-        finally:
-            next_look.cancel()
-            with suppress(asyncio.CancelledError):
-                await next_look
-            await stream.aclose()
-
-    async def _file(self, request: web.Request) -> web.Response:
-        found = self._static.get(request.match_info["name"])
-        if found is None:
-            raise PageError(404, "not found")
-        data, kind, tag = found
-        headers = {hdrs.ETAG: tag, hdrs.CACHE_CONTROL: "no-cache", hdrs.CONTENT_TYPE: kind}
-        if request.headers.get(hdrs.IF_NONE_MATCH) == tag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=data, headers=headers)
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -277,21 +242,6 @@ class Site:
 
 def _json(data: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(status=status, text=json.dumps(data, allow_nan=False), content_type="application/json")
-
-
-def _static_files() -> dict[str, tuple[bytes, str, str]]:
-    """Return content, MIME type and ETag of each file, by name."""
-    found: dict[str, tuple[bytes, str, str]] = {}
-    root = resources.files("grpo_orch.orchestrator.web") / "static"
-    folders = [("", root), ("vendor/", root / "vendor")]
-    for prefix, folder in folders:
-        for file in folder.iterdir():
-            if file.is_file():
-                data = file.read_bytes()
-                kind = mimetypes.guess_type(file.name)[0] or "text/plain"
-                suffix = "; charset=utf-8" if kind.startswith("text/") else ""
-                found[prefix + file.name] = data, kind + suffix, f'"{hashlib.sha256(data).hexdigest()[:20]}"'
-    return found
 
 
 # The templates, with autoescaping, and their number and time formats.
@@ -333,3 +283,37 @@ _environment.filters.update(
 def render(template: str, data: dict[str, Any]) -> str:
     """Draw a template."""
     return _environment.get_template(template).render(data)
+
+
+# The server.
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 8642
+
+
+def serve(store: Store, port: int | None, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `on_ready` is called with the URL once the server listens.
+
+    `port`: None means DEFAULT_PORT or any free one, 0 any free one. Raises OSError if the port is not available,
+    StoreError if the run cannot be read.
+    """
+    asyncio.run(_serve(store, _listen(port), on_ready))
+
+
+async def _serve(store: Store, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with listening(Site(Watch(store)).app(), lambda _: True, sock, None):
+        on_ready(f"http://{LOOPBACK}:{sock.getsockname()[1]}/")
+        await stop.wait()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """Return a listening socket; `port` as in `serve`. Raises OSError."""
+    try:
+        return socket.create_server((LOOPBACK, DEFAULT_PORT if port is None else port))
+    except OSError:
+        if port is not None:
+            raise
+        return socket.create_server((LOOPBACK, 0))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,34 +28,36 @@ from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, w
 from grpo_orch.orchestrator.web.pages import states_of
 from grpo_orch.orchestrator.web.watch import Observation
 from grpo_orch.policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
-from grpo_orch.policies.ledger.rentals import End, Life, lives
+from grpo_orch.policies.ledger.rentals import Life, lives
 from grpo_orch.policies.model.events import FleetMoved
 from grpo_orch.policies.model.vocabulary import Role
 
 POINTS, POINTS_MAX = 600, 4000
-MARKS_MAX = 300
 METRICS = {"reward": REWARD, "held_out": HELD_OUT, "kl": "kl", "loss": "loss"}
 TIMED = ("generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s", "staleness")  # of StepTiming
 
 Values = list[float | None]
+At = Callable[[MetricsRow], float]  # the position of a row on the axis
 
 
 def _series(observation: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(observation, request)
     axis, low, high = window.axis, window.low, window.high
     points = request.whole("points", POINTS, 10, POINTS_MAX)
-    present = [row for row in observation.path if window.holds(row)]
-    lost = [row for row in observation.abandoned if window.holds(row)]
-    timings = observation.cached("timings", lambda: timings_of([*observation.path, *observation.abandoned]))
+    present = [row for row in observation.reader.path if window.holds(row)]
+    lost = [row for row in observation.reader.abandoned if window.holds(row)]
+    timings = observation.cached(
+        "timings", lambda: timings_of([*observation.reader.path, *observation.reader.abandoned])
+    )
     faults = observation.cached("faults", lambda: _faults(observation))
     return {
         "axis": axis,
         "from_s": window.from_s,
         "until_s": window.until_s,
-        "present": table(present, axis, points, timings),
-        "abandoned": table(lost, axis, points, timings),
+        "present": table(present, window.at, points, timings),
+        "abandoned": table(lost, window.at, points, timings),
         "kl_limit": observation.cached("kl limit", lambda: observation.view.kl_limit),
-        "faults": marks([fault for fault in faults if low <= fault[axis] <= high], axis),
+        "faults": [fault for fault in faults if low <= fault[axis] <= high],
         "timelines": observation.cached("timelines", lambda: _timelines(observation)),
     }
 
@@ -73,15 +74,15 @@ def timings_of(rows: Sequence[MetricsRow]) -> Timings:
 NO_TIMINGS: Timings = {}
 
 
-def table(rows: Sequence[MetricsRow], axis: str, points: int, timings: Timings = NO_TIMINGS) -> dict[str, Values]:
+def table(rows: Sequence[MetricsRow], at: At, points: int, timings: Timings = NO_TIMINGS) -> dict[str, Values]:
     """Return columns of at most `points` values: `x` and, for each metric, its mean, `NAME_low` and `NAME_high`.
 
     Values are None where nothing was logged.
     """
-    rows = sorted(rows, key=lambda row: _at(row, axis))
+    rows = sorted(rows, key=at)
     if not rows:
         return {"x": [], **{name + end: [] for name in (*METRICS, *TIMED) for end in ("", "_low", "_high")}}
-    xs = np.array([_at(row, axis) for row in rows])
+    xs = np.array([at(row) for row in rows])
     starts = bins(xs, points)
     sizes = np.diff(np.r_[starts, len(rows)])
     found: dict[str, Values] = {"x": (np.add.reduceat(xs, starts) / sizes).tolist()}
@@ -109,31 +110,10 @@ def bins(xs: NDArray[np.float64], points: int) -> NDArray[np.intp]:
     return np.flatnonzero(np.r_[True, bin_of[1:] != bin_of[:-1]])
 
 
-def marks(faults: Sequence[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
-    """Return at most MARKS_MAX marks. Neighbours are merged, with `count` and the sum of their costs."""
-    if len(faults) <= MARKS_MAX:
-        return [{**fault, "count": 1} for fault in faults]
-    first, last = min(fault[axis] for fault in faults), max(fault[axis] for fault in faults)
-    groups = defaultdict[int, list[dict[str, Any]]](list)
-    for fault in faults:
-        groups[int((fault[axis] - first) / max(last - first, 1e-9) * (MARKS_MAX - 1))].append(fault)
-    return [_merged(groups[index]) for index in sorted(groups)]
-
-
-def _merged(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    name = faults[0]["name"] if len(faults) == 1 else f"{len(faults)} faults"
-    cost_s = round(sum(fault["seconds_lost"] for fault in faults), 1)
-    return {**faults[0], "name": name, "seconds_lost": cost_s, "count": len(faults)}
-
-
-def _at(row: MetricsRow, axis: str) -> float:
-    return float(row.step) if axis == "step" else row.time_s
-
-
 def _faults(observation: Observation) -> list[dict[str, Any]]:
-    rehearsed = [rehearsed_fault(fault) for fault in observation.faults]
+    rehearsed = [rehearsed_fault(fault) for fault in observation.reader.faults]
     faults = merge_faults(rehearsed, journalled_faults(observation.history))
-    costs = fault_costs(observation.rows, faults)
+    costs = fault_costs(observation.reader.rows, faults)
     return [
         {
             "step": cost.at_step,
@@ -153,7 +133,7 @@ def _timelines(observation: Observation) -> list[dict[str, Any]]:
             "start_step": 0 if rollback.fork.start_at is None else rollback.fork.start_at.step,
             "from_step": rollback.from_step,
         }
-        for rollback in observation.state.rollbacks
+        for rollback in observation.reader.state.rollbacks
     ]
 
 
@@ -166,7 +146,7 @@ SERIES = Page("/series", _series)
 def _split(observation: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(observation, request)
     points = request.whole("points", POINTS, 10, POINTS_MAX)
-    splits = observation.cached("split", lambda: split(observation.path))
+    splits = observation.cached("split", lambda: split(observation.reader.path))
     inside = [part for part in splits if window.holds(part.row)]
     return {
         "axis": window.axis,
@@ -176,7 +156,7 @@ def _split(observation: Observation, request: PageRequest) -> dict[str, Any]:
     }
 
 
-def split_table(found: Sequence[StepSplit], at: Any, points: int) -> dict[str, Any]:
+def split_table(found: Sequence[StepSplit], at: At, points: int) -> dict[str, Any]:
     """Return columns `x` and, by part, seconds a step; and `total_s`, the sum of each part."""
     rows = [[step_split.seconds[part] for part in PARTS] for step_split in found]
     parts = np.array(rows).reshape(len(found), len(PARTS))
@@ -204,8 +184,6 @@ SPLIT = Page("/split", _split)
 
 LANES_SHOWN, LANES_MAX = 24, 200
 FAR = 10**6
-SPANS_MAX = 240  # of a lane; beyond that, the lane is drawn in CELLS cells
-CELLS = 400
 POLICIES_MAX = 12
 MOVES_MAX = 40
 
@@ -257,13 +235,12 @@ def _last_changed_first(slots: Sequence[list[Life]], window: Window) -> list[lis
 
 def _lane(own: Sequence[Life], window: Window, states: dict[str, str]) -> dict[str, Any]:
     inside = [life for life in own if life.until_s >= window.from_s and life.from_s <= window.until_s]
-    span_count = sum(len(life.spans) for life in inside)
     newest = own[-1]
     return {
         "slot": newest.slot,
         "role": newest.role,
         "now": states.get(newest.node, "") if newest.end is None else "",
-        "machines": [_machine(life) for life in inside] if span_count <= SPANS_MAX else _cells(inside, window),
+        "machines": [_machine(life) for life in inside],
     }
 
 
@@ -279,47 +256,9 @@ def _machine(life: Life) -> dict[str, Any]:
     }
 
 
-def _cells(inside: Sequence[Life], window: Window) -> list[dict[str, Any]]:
-    """Merge too many machines into CELLS cells: each has its longest phase, and is lost if a machine was lost."""
-    cell_s = max(1e-3, (window.until_s - window.from_s) / CELLS)
-    spent: list[dict[str, float]] = [defaultdict(float) for _ in range(CELLS)]
-    machines: list[set[str]] = [set() for _ in range(CELLS)]
-    lost = [False] * CELLS
-    for life in inside:
-        for span in life.spans:
-            from_s, until_s = max(span.from_s, window.from_s), min(span.until_s, window.until_s)
-            first, last = int((from_s - window.from_s) / cell_s), int((until_s - window.from_s) / cell_s)
-            for cell in range(max(0, first), min(last, CELLS - 1) + 1):
-                begin_s = window.from_s + cell * cell_s
-                spent[cell][str(span.phase)] += max(0.0, min(until_s, begin_s + cell_s) - max(from_s, begin_s))
-                machines[cell].add(life.node)
-        if life.end is End.LOST and window.from_s <= life.until_s <= window.until_s:
-            lost[min(CELLS - 1, int((life.until_s - window.from_s) / cell_s))] = True
-    phases = [max(seconds, key=lambda name: seconds[name]) if seconds else "" for seconds in spent]
-    found = []
-    for (phase, is_lost), cells in groupby(range(CELLS), key=lambda cell: (phases[cell], lost[cell])):
-        merged = list(cells)
-        if not phase:
-            continue
-        from_s, until_s = window.from_s + merged[0] * cell_s, window.from_s + (merged[-1] + 1) * cell_s
-        names = set[str]().union(*(machines[cell] for cell in merged))
-        found.append(
-            {
-                "node": min(names) if len(names) == 1 else f"{len(names)} machines",
-                "market": "",
-                "pool": "",
-                "price_usd_per_h": 0.0,
-                "end": End.LOST if is_lost else None,
-                "reason": "",
-                "spans": [[phase, round(from_s, 1), round(until_s, 1)]],
-            }
-        )
-    return found
-
-
 def policies(observation: Observation, window: Window) -> list[dict[str, Any]]:
     """Return the policy changes: all if few, else those at round steps; and always the moves to a new timeline."""
-    inside = [row for row in observation.path if window.from_s <= row.time_s <= window.until_s]
+    inside = [row for row in observation.reader.path if window.from_s <= row.time_s <= window.until_s]
     if any(PUBLISHED in row.values for row in inside):
         inside = [row for row in inside if PUBLISHED in row.values]
     every = _round_up(len(inside) / POLICIES_MAX)

@@ -117,9 +117,9 @@ def window_of(observation: Observation, request: PageRequest) -> Window:
         from_s, until_s = max(low, begin_s), min(high, end_s)
     elif (low, high) != (-FAR_FUTURE, FAR_FUTURE):
         # A row is logged at the end of its step, so the window starts at the end of the step before.
-        before_s = max((row.time_s for row in observation.path if row.step < low), default=begin_s)
+        before_s = max((row.time_s for row in observation.reader.path if row.step < low), default=begin_s)
         from_s = before_s
-        until_s = max((row.time_s for row in observation.path if low <= row.step <= high), default=before_s)
+        until_s = max((row.time_s for row in observation.reader.path if low <= row.step <= high), default=before_s)
     return Window(axis, low, high, from_s, max(from_s, until_s))
 
 
@@ -129,7 +129,7 @@ def extent(observation: Observation) -> tuple[float, float]:
     The last is now if a controller is alive, else that of the last record.
     """
     journalled = [time_s for _, time_s, _ in (*observation.history[:1], *observation.history[-1:])]
-    logged = [row.time_s for row in (*observation.path[:1], *observation.path[-1:])]
+    logged = [row.time_s for row in (*observation.reader.path[:1], *observation.reader.path[-1:])]
     begin_s = min([*journalled, *logged], default=observation.view.now_s)
     end_s = (
         observation.view.now_s

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_orch.checkpoint.records.metrics import unused_before
 from grpo_orch.orchestrator.samples import (
     FoundSample,
     Link,
@@ -26,21 +25,12 @@ from grpo_orch.orchestrator.samples import (
     summary_plain,
 )
 from grpo_orch.orchestrator.views.events import event_json
-from grpo_orch.orchestrator.views.formatting import (
-    change_words,
-    changes_of,
-    discarded_words,
-    keep_reasons,
-    skipped_of,
-    skipped_words,
-    start_words,
-)
+from grpo_orch.orchestrator.views.formatting import keep_reasons, start_words
 from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
 from grpo_orch.orchestrator.views.model import to_json
-from grpo_orch.orchestrator.views.report import SEEDS_ONLY, outcome_words
+from grpo_orch.orchestrator.views.report import rollback_reports
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.watch import Observation
-from grpo_orch.policies.ledger.accounting import abandoned
 from grpo_orch.policies.ledger.rentals import spent_over_time
 from grpo_orch.policies.model.events import BudgetSet, Diverged
 from grpo_orch.policies.model.vocabulary import machine_of
@@ -61,7 +51,10 @@ RUN = Page("/", _run, "run.html", "Run")
 
 def _checkpoints(observation: Observation, _: PageRequest) -> dict[str, Any]:
     reasons = keep_reasons(
-        observation.checkpoints, observation.record.spec, observation.state.forks, observation.trainer
+        observation.reader.checkpoints,
+        observation.reader.record.spec,
+        observation.reader.state.forks,
+        observation.reader.trainer,
     )
     listed = [
         {
@@ -71,7 +64,7 @@ def _checkpoints(observation: Observation, _: PageRequest) -> dict[str, Any]:
             "pinned": checkpoint.pinned,
             "keep_reasons": list(reasons[checkpoint.at]),
         }
-        for checkpoint in reversed(observation.checkpoints)
+        for checkpoint in reversed(observation.reader.checkpoints)
     ]
     return {"checkpoints": listed}
 
@@ -87,39 +80,17 @@ def _rollbacks(observation: Observation, _: PageRequest) -> dict[str, Any]:
 
 
 def _all_rollbacks(observation: Observation) -> list[dict[str, Any]]:
-    state = observation.state
     divergences = [
         event for _, _, events in observation.history for event in events if isinstance(event, Diverged)
     ]
-    befores = [None, *(rollback.fork for rollback in state.rollbacks)]
-    losses = abandoned(observation.rows, state.rollbacks)
-    found = []
-    for rollback, before, lost in zip(state.rollbacks, befores, losses, strict=False):
-        fork = rollback.fork
-        trips = [event for event in divergences if event.timeline == (0 if before is None else before.timeline)]
-        windows, tokens = unused_before(observation.rows, fork.timeline)
-        changed = [
-            change_words(changes_of(fork, before, observation.record.spec.grpo)),
-            skipped_words(skipped_of(fork, before)),
-        ]
-        found.append(
-            {
-                "timeline": fork.timeline,
-                "cause": rollback.cause,
-                "reason": fork.reason,
-                "from_step": rollback.from_step,
-                "start": start_words(fork.start),
-                "changed": "; ".join(part for part in changed if part) or SEEDS_ONLY,
-                "evidence": list(trips[-1].evidence) if trips else [],
-                "onset_step": trips[-1].onset_step if trips else None,
-                "steps_abandoned": lost.steps,
-                "tokens_abandoned": lost.tokens,
-                "windows_unused": windows,
-                "tokens_unused": tokens,
-                "discarded_text": discarded_words(lost.steps, lost.tokens, windows, tokens),
-                "outcome": outcome_words(rollback, state),
-            }
-        )
+    found, timeline = [], 0
+    for rollback in rollback_reports(observation.reader):
+        trips = [event for event in divergences if event.timeline == timeline]
+        words = {"start_text": start_words(rollback.start), "changed": rollback.changed_words}
+        evidence = list(trips[-1].evidence) if trips else []
+        onset = {"evidence": evidence, "onset_step": trips[-1].onset_step if trips else None}
+        found.append({**asdict(rollback), **words, **onset, "discarded_text": rollback.lost_words})
+        timeline = rollback.timeline
     return found[::-1]
 
 
@@ -141,7 +112,9 @@ def _money(observation: Observation, _: PageRequest) -> dict[str, Any]:
 def _over_time(observation: Observation) -> dict[str, Any]:
     """Return columns of at most MONEY_POINTS values by category, each budget with its start, and the forecast."""
     now_s, money = observation.view.now_s, observation.view.money
-    spent = [asdict(at) for at in spent_over_time(observation.history, now_s, observation.controllers)]
+    spent = [
+        asdict(at) for at in spent_over_time(observation.history, now_s, observation.reader.controllers(now_s))
+    ]
     times_s = np.array([at.pop("time_s") for at in spent])
     drawn_s = times_s if len(spent) <= MONEY_POINTS else np.linspace(times_s[0], times_s[-1], MONEY_POINTS)
     columns = {name: np.array([at[name] for at in spent]) for name in (spent[0] if spent else ())}
@@ -159,7 +132,7 @@ def _over_time(observation: Observation) -> dict[str, Any]:
 
 def _budgets(observation: Observation) -> list[tuple[float, float]]:
     """Return the start of each budget, seconds since the epoch, and its USD."""
-    first = observation.record.spec.budget.usd
+    first = observation.reader.record.spec.budget.usd
     since_s = observation.history[0][1] if observation.history else observation.view.now_s
     found = [] if first is None else [(since_s, first)]
     found += [
@@ -251,7 +224,6 @@ def _nodes(observation: Observation) -> list[dict[str, Any]]:
                 "running": sum(member.requests_running for member in own) if own else None,
                 "queue": sum(member.engine.waiting for member in own if member.engine) if own else None,
                 "price_usd_per_h": node.price_usd_per_h,
-                "restarts": node.restarts,
             }
         )
     return sorted(nodes, key=lambda node: (node["role"] != "trainer", node["state"] in (*FAILED, NodeState.GONE)))
@@ -282,14 +254,20 @@ def _samples(observation: Observation, request: PageRequest) -> dict[str, Any]:
         handed_over=_ONLY[only][1],
     )
     asked_for = {**words, "order": str(order), "only": only}
-    steps = stored_steps(observation.store)
+    steps = stored_steps(observation.reader.store)
     if not steps:
-        return {"no_samples_reason": no_samples_reason(observation.store), "asked_for": asked_for, "groups": []}
+        return {
+            "no_samples_reason": no_samples_reason(observation.reader.store),
+            "asked_for": asked_for,
+            "groups": [],
+        }
     try:
         step = find_step(steps, words["step"])
     except NoSamples as error:
         raise PageError(404, str(error)) from None
-    chosen, summary = select(step, groups_of(observation.store, step), wanted, order, SAMPLES_ON_A_PAGE, first)
+    chosen, summary = select(
+        step, groups_of(observation.reader.store, step), wanted, order, SAMPLES_ON_A_PAGE, first
+    )
     index = steps.index(step)
     return {
         **summary_plain(step, summary),
@@ -325,10 +303,10 @@ SAMPLES = Page("/samples", _samples, "samples.html", "Samples")
 def _sample(observation: Observation, request: PageRequest) -> dict[str, Any]:
     try:
         link = Link.parse("/".join(request.text(name) for name in ("step", "group", "index")))
-        step = find_step(stored_steps(observation.store), link.step)
+        step = find_step(stored_steps(observation.reader.store), link.step)
     except NoSamples as error:
         raise PageError(404, str(error)) from None
-    for number, head, group in groups_of(observation.store, step):
+    for number, head, group in groups_of(observation.reader.store, step):
         if number == link.group and link.index < len(group.samples):
             found = FoundSample(link, head, group, group.samples[link.index])
             return {

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum
-from grpo_orch.policies.fleet.deadline import boot_s
-from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import Node, RunState
@@ -210,23 +208,3 @@ def size_summary(shape: StepShape, prices: HourlyPrices) -> str:
     step = f"a step is {shape.fixed_s:.1f} s {relation} {shape.generation_node_s:.1f} node-seconds of generation"
     usd = f"the trainer costs {prices.other_usd_per_h:.2f} USD/h and a node {prices.node_usd_per_h:.2f}"
     return f"{step}, {usd}: {optimum(shape, prices):.1f} nodes make it cheapest"
-
-
-def size_sentence(spec: RunSpec, state: RunState, shape: StepShape) -> str:
-    """Return the cost of a step with the present size and with others, from the journal's state."""
-    market, replicas, live = market_of(Role.ROLLOUT, spec), spec.rollout.replicas, state.live(Role.ROLLOUT)
-    bounds, now = (max(1, replicas.min), max(1, replicas.max)), rollouts_wanted(state, spec)
-    on_demand = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
-    usd = sum(on_demand) / len(on_demand) if on_demand and may_fall_back(spec) else 0.0
-    on_own_market = [node for node in live if not node.is_fallback]
-    return compare_sizes(
-        shape,
-        hourly_prices(state),
-        market,
-        now,
-        bounds,
-        boot_s(state),
-        zones=zones_of(on_own_market),
-        on_demand_usd_per_h=usd,
-        nodes_usd_per_h=[node.price_usd_per_h for node in on_own_market if node.price_usd_per_h > 0],
-    ).sentence

@@ -116,7 +116,7 @@ def node_views(draw: st.DrawFn) -> NodeView:
     unfit = draw(st.just("") | reasons)
     node_view: NodeView = draw(made(NodeView))
     drawn = replace(node_view, role=role, slot=slot, node=node, unfit=unfit, engines=engines)
-    return replace(drawn, engines_serving=serving, restarts=draw(st.integers(0, 999)))
+    return replace(drawn, engines_serving=serving)
 
 
 @st.composite

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from grpo_orch.orchestrator.node_installer import ThisMachine
+
 
 @dataclass
-class InstallerStandIn:
-    """See `node_env.Machine`.
+class InstallerStandIn(ThisMachine):
+    """See `node_installer.ThisMachine`.
 
     `fails` and `interrupted` are words: the first program whose arguments contain one ends that way.
     """
@@ -57,7 +59,7 @@ class InstallerStandIn:
         assert name == "libnuma.so.1"
         return self.library
 
-    def free_gb(self, _folder: Path) -> float:
+    def free_gb(self, _folder: Path, /) -> float:
         return self.free
 
     def platform(self) -> tuple[str, str]:

@@ -46,7 +46,7 @@
     ctx.strokeStyle = colourOf("--lost"); ctx.globalAlpha = .45; ctx.lineWidth = 1;
     for (const fault of panel === PANELS[0] ? data.faults : []) {
       const x = Math.round(u.valToPos(fault[axis], "x", true)) + .5;
-      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + devicePixelRatio * (4 + 2 * Math.min(4, fault.count))); ctx.stroke();
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + devicePixelRatio * 6); ctx.stroke();
     }
     ctx.globalAlpha = 1;
     if (panel.limit && limit != null) {

@@ -1,32 +1,25 @@
-// Keeps an open page live: the server notifies it of each new observation of the run, and it redraws itself.
+// Keeps an open page live: asks for the number of the server's newest observation, and has the page redrawn.
 "use strict";
 (() => {
-  let source = null;
+  const EVERY_MS = 2000;
+  let known = Number(document.body.dataset.observation), timer = null;
   const mark = (words) => {
     const element = document.getElementById("live-mark");
     if (element) element.title = words;
     document.body.classList.toggle("lost", words !== "live");
   };
-  const open = () => {
-    if (source || document.hidden) return;  // browsers limit connections, so hidden pages use none
-    source = new EventSource("/live");
-    source.addEventListener("open", () => mark("live"));
-    source.addEventListener("error", () => mark("not connected; retrying"));
-    source.addEventListener("observation", (event) => {
+  const ask = async () => {
+    try {
+      const { number } = await (await fetch("/live")).json();
       mark("live");
-      document.body.dispatchEvent(new CustomEvent("observation", { detail: event.data }));
-    });
+      if (number !== known) document.body.dispatchEvent(new CustomEvent("observation"));
+      known = number;
+    } catch {
+      mark("not connected; retrying");
+    }
+    clearTimeout(timer);
+    if (!document.hidden) timer = setTimeout(ask, EVERY_MS);
   };
-  const close = () => {
-    if (source) source.close();
-    source = null;
-  };
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) return close();
-    open();
-    document.body.dispatchEvent(new CustomEvent("observation"));  // show what changed while the page was hidden
-  });
-  window.addEventListener("pagehide", close);
-  window.addEventListener("pageshow", open);
-  open();
+  document.addEventListener("visibilitychange", ask);
+  ask();
 })();

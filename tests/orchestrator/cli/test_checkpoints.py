@@ -293,13 +293,3 @@ def test_a_run_without_a_checkpoint(cli: Cli) -> None:
     for words in (("pin", "latest"), ("unpin", "5"), ("verify",), ("verify", "5"), ("export", "5", "out")):
         answer = cli(*words)
         assert (answer.code, answer.line) == (2, "the run has no checkpoint yet"), words
-
-
-def test_the_run_is_meant_as_in_the_other_commands(run: Kept, cli: Cli, tmp_path: Path) -> None:
-    run.uploads(0, 50)
-    assert cli("ls", at=None).line.startswith("no run given")
-    assert cli("verify", "50", at="store").out == "0-50 is intact, 16.0 MiB\n"
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "latest").write_text(run.store.url)
-    assert cli("verify", "50", at=None).out == "0-50 is intact, 16.0 MiB\n"
-    assert cli("pin", "50", at="nowhere").line.startswith("nowhere: expected a store URL")

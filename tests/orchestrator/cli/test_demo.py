@@ -13,7 +13,7 @@ from grpo_orch.orchestrator.cli.options import Stop
 from grpo_orch.orchestrator.cli.prepare import write_recipe
 from grpo_orch.orchestrator.clouds.local import NoNodeEnvironment, node_env_folder, node_python
 from grpo_orch.orchestrator.clouds.wheel import wheel_digest
-from grpo_orch.orchestrator.node_env import MADE_OF
+from grpo_orch.orchestrator.node_installer import MADE_OF
 from grpo_orch.policies.model import exit_codes
 from tests.rigs.command_line import Cli
 from tests.stand_ins.installer import InstallerStandIn

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace
-from grpo_orch.orchestrator.views.detection import Detection, to_json
+from grpo_orch.orchestrator.cli.detect import Detection, to_json
+from grpo_orch.orchestrator.traces.read import EXPECTED_IN_FOLDER, NotATrace, Trace, read_traces
 from grpo_orch.policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, run, state
 from tests.rigs.command_line import Answer, Cli
@@ -251,20 +251,11 @@ def test_the_limit_is_for_kl_above_the_start(cli: Detect) -> None:
 BROKEN: dict[str, tuple[bytes, str]] = {
     "empty": (b" \n\n", "the file is empty"),
     "binary": (b"\x89PNG\r\n\x1a\n\0\0\0", "the file is not text"),
-    "prose.txt": (
-        "nothing but prose: {kl} is 0,1 – and 'loss' is high\n".encode(),
-        "no metrics of training found",
-    ),
-    "configuration.json": (b'{"beta": 0.04, "learning_rate": 1e-6}', "no metrics of training found"),
     "cut.json": (b'{"log_history": [{"kl": 0.1, \n"step"', "as JSON: line 2, column 7: "),
     "deep.json": (b"[" * 100_000, "as JSON: nested too deeply"),
     "digits.json": (b'{"steps": [' + b"9" * 5000 + b"]}", "as JSON: a number is too long"),
-    "no-rows.json": (b'{"log_history": [1, null, "kl"]}', "no metrics of training found"),
-    "no-history.json": (b'{"log_history": {"kl": 1}}', "no metrics of training found"),
     "header.csv": (b"step,kl,loss\n", "no metrics of training found"),
     "wide.csv": (b'step,kl\n1,"' + b"x" * 200_000, "as CSV: field larger than field limit"),
-    "held-out.jsonl": (b'{"step": 5, "eval_reward": 0.5}\n', "no metrics of training found"),
-    "latin-1": (b"\xe9\xe8 kl\xff\n", "no metrics of training found"),
     "[bold]odd": (b"x", "no metrics of training found"),
 }
 
@@ -337,3 +328,71 @@ def test_a_users_mistake_is_one_line(words: tuple[str, ...], says: str, cli: Det
     Path("good").write_text(state(run(diverges=False)))
     Path("folder").mkdir()
     assert cli(*words).line == says
+
+
+# Logs of other frameworks: names, nulls, records without steps, any content.
+
+FOREIGN = Path(__file__).parent / "foreign_logs"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOREIGN.glob("names-*")))
+def test_names_of_other_frameworks_are_recognised(name: str, cli: Detect) -> None:
+    [found] = cli(str(FOREIGN / f"{name}.jsonl"), "-o", "json").found
+    assert found["tripped"]
+    assert {"kl", "reward", "grad_norm"} <= found["columns"].keys()
+    assert (found["unit"], found["target_step"]) == ("step", 27)
+
+
+@pytest.mark.parametrize("name", ["loss-null", "kl-null", "gradnorm-null", "kl-and-gradnull", "wandb-tojson-nan"])
+def test_columns_that_were_never_logged_do_not_trip(name: str, cli: Detect) -> None:
+    [found] = cli(str(FOREIGN / f"{name}.jsonl"), "-o", "json").found
+    assert found["health"] == "healthy"
+
+
+def test_bar_total_numbers_records_written_in_blocks(cli: Detect) -> None:
+    [found] = cli(str(FOREIGN / "collapsed-in-blocks.log"), "-o", "json").found
+    assert (found["points"], found["unit"]) == (40, "step")
+    assert found["trip_step"] % 5 == 0
+    assert 0 < found["target_step"] < found["onset_step"] < found["trip_step"] <= 100
+
+
+def test_log_without_steps_counts_records_and_names_no_target(cli: Detect) -> None:
+    rows = [{"kl": 0.01 if at < 60 else math.exp(at - 60), "reward": 0.5} for at in range(80)]
+    Path("log").write_text("".join(f"{row}\n" for row in rows))
+    [found] = cli("log", "-o", "json").found
+    assert (found["tripped"], found["unit"], found["target_step"]) == (True, "record", None)
+    assert "record" in found["evidence"][0]
+
+
+def test_lists_of_rewards_are_averaged(cli: Detect) -> None:
+    rows = [{"step": at, "reward": [0.0, 1.0, 0.5], "kl": 0.01} for at in range(1, 31)]
+    Path("log").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    [found] = cli("log", "-o", "json").found
+    assert found["looked_at"]["reward"] == {"points": 30, "start": 0.5, "end": 0.5}
+
+
+def test_wandb_run_file_is_refused_with_a_command_to_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "run-abc.wandb"
+    file.write_bytes(b":W&B\xbe\xee\x00" + bytes(100))
+    with pytest.raises(NotATrace, match=r"wandb\.Api\(\)\.run\('ENTITY/PROJECT/RUN'\)"):
+        read_traces(file)
+
+
+def test_message_for_no_metrics_lists_the_columns(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"step": 1, "speed": 3.0, "wattage": 4}\n' * 3)
+    with pytest.raises(NotATrace, match="columns seen: speed, wattage;"):
+        read_traces(file)
+
+
+def test_reader_that_raises_costs_its_file_alone(cli: Detect, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> Any:
+        if path.name == "bad":
+            raise KeyError("column")
+        return read_traces(path)
+
+    monkeypatch.setattr("grpo_orch.orchestrator.cli.detect.read_traces", broken)
+    Path("bad").write_text("x")
+    bad, good = json.loads(cli("bad", str(FOREIGN / "names-art.jsonl"), "-o", "json").out)
+    assert bad["error"] == "cannot be read: KeyError: 'column'"
+    assert good["tripped"]

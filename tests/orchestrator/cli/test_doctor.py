@@ -14,6 +14,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.orchestrator.cli import doctor
 from grpo_orch.orchestrator.cli.doctor import (
     INSTALL,
     Finding,
@@ -155,6 +156,17 @@ def test_local_run_contacts_no_cloud() -> None:
     assert set(found) == {"SkyPilot", "node environment"}
     assert "/no/such/python" in found["node environment"].details
     assert not is_usable(list(found.values()))
+
+
+def test_run_yaml_of_the_current_folder_is_checked(
+    run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli
+) -> None:
+    """A local run needs no cloud: those that are not set up are not listed."""
+    monkeypatch.chdir(run_yaml.parent)
+    monkeypatch.setattr(doctor, "skypilot_version", lambda: "0.14.1")
+    monkeypatch.setattr(doctor, "open_skypilot", SkyPilotStandIn)
+    found = json.loads(grpo_orch("doctor", "-o", "json").out)["findings"]
+    assert {finding["check"] for finding in found} == {"node environment", "SkyPilot", "store"}
 
 
 def test_one_usable_cloud_suffices_without_a_run() -> None:

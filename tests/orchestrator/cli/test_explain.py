@@ -48,6 +48,8 @@ def test_market_candidates_and_choice_are_printed(stored: Views, grpo_orch: Cli)
     assert any("rollout on demand" in line and "open" in line for line in lines)
     (chosen,) = (line for line in lines if line.startswith("->"))
     assert "on spot at 1.00 USD/h" in chosen
+    status = " ".join(grpo_orch("status", stored.store.url).out.split())
+    assert "plan 4 on spot at 1.00 USD/h: 0.200 USD a step; 3 on spot: 0.194" in status
 
 
 def test_explain_shows_why_nothing_is_bought(stored: Views, grpo_orch: Cli) -> None:

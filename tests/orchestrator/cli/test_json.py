@@ -37,7 +37,6 @@ def test_up_prints_where_the_daemon_runs(folder: Path, monkeypatch: pytest.Monke
         "run": "demo",
         "pid": 41,
         "controller": None,
-        "page": None,
         "store": f"file://{folder}/run",
     }
 

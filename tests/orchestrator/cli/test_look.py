@@ -14,7 +14,7 @@ from grpo_orch.orchestrator.cli import start
 from grpo_orch.orchestrator.cli.look import attach
 from grpo_orch.orchestrator.cli.options import Stop
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import Exported, HealthyChosen, JobExited, RunMoved
+from grpo_orch.policies.model.events import Exported, HealthyChosen, RunMoved
 from grpo_orch.policies.model.vocabulary import PolicyVersion, RunPhase
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
@@ -57,30 +57,27 @@ def test_abandoned_run_shows_where_its_weights_are(tmp_path: Path) -> None:
     )
 
 
-def test_paused_run_shows_how_to_continue() -> None:
-    world = ended(RunPhase.PAUSED, "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5")
+@pytest.mark.parametrize(
+    ("phase", "reason", "told"),
+    [
+        (
+            RunPhase.PAUSED,
+            "diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5",
+            "is paused: {reason}; continue with: grpo-orch rollback {url}",
+        ),
+        (
+            RunPhase.FAILED,
+            "out of memory",
+            "failed: {reason}; fix the cause (a changed run.yaml needs a new run, with another `storage:`), "
+            "then continue with: grpo-orch resume {url}",
+        ),
+    ],
+)
+def test_paused_or_failed_run_shows_how_to_continue(phase: RunPhase, reason: str, told: str) -> None:
+    world = ended(phase, reason)
     stop = watched(world)
     assert stop.exit_code == exit_codes.FAILED
-    assert str(stop) == (
-        "digits is paused: diverged since step 7; `grpo-orch rollback` goes back to checkpoint 0-5; "
-        f"continue with: grpo-orch rollback {world.store.url}"
-    )
-
-
-def test_failed_run_shows_how_to_continue() -> None:
-    world = ended(RunPhase.FAILED, "out of memory")
-    stop = watched(world)
-    assert stop.exit_code == exit_codes.FAILED
-    hint = f"fix the cause, then continue with: grpo-orch resume {world.store.url}"
-    assert str(stop) == f"digits failed: out of memory; {hint}"
-
-
-def test_resume_does_not_repair_an_impossible_run_yaml() -> None:
-    world = ended(RunPhase.FAILED, "the trainer cannot work with this run.yaml")
-    world.happens(22, JobExited("trainer-0-i1", 2, exit_codes.BAD_SPEC, 0))
-    assert "; to change run.yaml start a new run: set another `storage:` in it" in str(watched(world))
-    world.happens(23, RunMoved(RunPhase.STARTING, "resume"), RunMoved(RunPhase.FAILED, "out of memory"))
-    assert "start a new run" not in str(watched(world))
+    assert str(stop) == f"digits {told.format(reason=reason, url=world.store.url)}"
 
 
 def test_a_run_that_ended_well_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -80,25 +79,6 @@ def test_shell_completes(typed: str, completed: list[str]) -> None:
     words = f"grpo-orch {typed}"
     env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_GRPO_ORCH_COMPLETE": "complete_bash"}
     assert CliRunner().invoke(app, [], env=env, prog_name="grpo-orch").stdout.split() == completed
-
-
-def test_bash_completes_files_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").touch()
-    code = """
-        set -e
-        PATH="$1:$PATH"
-        source <(grpo-orch --show-completion bash)
-        complete -p grpo-orch
-    """
-    told = subprocess.run(
-        ["bash", "-c", code, "bash", str(Path(sys.executable).parent)],
-        cwd=tmp_path,
-        env={**os.environ, "SHELL": "/bin/bash"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "-o default" in told.stdout, told.stderr
 
 
 def test_misspelled_command_is_suggested(grpo_orch: Cli) -> None:

@@ -32,7 +32,7 @@ class Steered(Run):
         self.started: list[str] = []
         self.create().happens(RunCreated("sim", "id"))
 
-    def daemon(self, _store: Store, _record: RunRecord, reason: str, _page: object = None) -> int:
+    def daemon(self, _store: Store, _record: RunRecord, reason: str) -> int:
         """One tick, with a cloud that does not answer."""
         self.started.append(reason)
         writer = Journal(self.store, "daemon")
@@ -101,17 +101,11 @@ def test_rollback_without_target_asks_and_begins_nothing(run: Steered, cli: Cli)
     assert not run.started
 
 
-@pytest.mark.parametrize("word", ["start", "0"])
-def test_the_start_is_a_target_too(run: Steered, cli: Cli, word: str) -> None:
-    run.saves("0-2")
-    assert cli("rollback", "--to", word)[0] == 0
-    assert begun(run)[0] is None
-
-
-def test_the_newest_checkpoint_has_a_name(run: Steered, cli: Cli) -> None:
+@pytest.mark.parametrize(("word", "start"), [("start", None), ("0", None), ("latest", "0-4")])
+def test_start_and_newest_checkpoint_have_names(run: Steered, cli: Cli, word: str, start: str | None) -> None:
     run.saves("0-2", "0-4")
-    assert cli("rollback", "--to", "latest")[0] == 0
-    assert begun(run)[0] == "0-4"
+    assert cli("rollback", "--to", word)[0] == 0
+    assert begun(run)[0] == start
 
 
 @pytest.mark.parametrize(

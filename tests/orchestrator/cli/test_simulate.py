@@ -76,7 +76,9 @@ def test_a_broken_promise_names_the_command_that_replays_it(
     ("arguments", "told"),
     [
         (["--climate", "balmy"], "expected one of calm, daily"),
+        (["--climate", "calm", "--trace", "t"], "mutually exclusive"),
         (["--seeds", "0"], "above 0"),
+        (["--trace", "missing.json"], "missing.json"),
     ],
 )
 def test_a_mistake_is_a_line(run_yaml: Path, arguments: list[str], told: str, grpo_orch: Cli) -> None:

@@ -14,7 +14,7 @@ from tests.rigs.command_line import Cli
 from tests.rigs.store.fault_proxy import Answer, Away, Fault, FaultProxy
 from tests.rigs.store.server import S3Server
 
-COMMANDS = ["status", "events", "explain", "down", "resume", "rollback", "samples", "report"]
+COMMANDS = ["status", "down", "resume"]
 ROTATED = Answer(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator import cli
 from grpo_orch.policies.model import exit_codes
 from tests.generators.config_world import furnish
 from tests.generators.views_world import diverging
@@ -31,9 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in memory.entries(""):
         stored.put(entry.key, memory.get(entry.key))
     return folder
-
-
-CLI = Path(cli.__file__).parent
 
 
 def words_of(line: str) -> list[str]:
@@ -67,12 +63,6 @@ def test_up_without_terminal_refuses_to_ask(folder: Path) -> None:
     result = piped(["up"], folder, {})
     expected = "cannot ask without a terminal; pass --yes to start without asking\n"
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.USAGE, "", expected)
-
-
-def test_commands_that_ask_have_yes() -> None:
-    asking = [path.stem for path in CLI.glob("*.py") if "confirm(" in path.read_text() and path.stem != "options"]
-    assert sorted(asking) == ["demo", "evaluate", "start"]
-    assert all("yes: Yes" in (CLI / f"{name}.py").read_text() for name in asking)
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\x04"])

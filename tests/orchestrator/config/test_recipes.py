@@ -88,7 +88,9 @@ def test_init_output_for_recipes_and_names(
     code, listed = said("--recipe", "nope")
     assert (code, len(listed.splitlines())) == (2, 1 + len(recipe_lines()))
     assert said("--recipe", "tiny")[0] == 0
-    assert said("--recipe", "tiny") == (2, "tiny already exists; remove it or name another folder\n")
+    for folder, new in (("tiny", "tiny-2"), (".", "tiny"), ("tiny/run.yaml", "tiny/run.yaml-2")):
+        hint = f"{folder} already exists; write the recipe to a new folder: grpo-orch init --recipe tiny {new}\n"
+        assert said("--recipe", "tiny", folder) == (2, hint)
     assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
     assert said() == (
         0,

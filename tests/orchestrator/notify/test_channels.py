@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.notify.channels import Command, DeliveryFailed, Message, Service, is_service_url
+from grpo_orch.orchestrator.notify import Command, DeliveryFailed, Message, Service, is_service_url
 from tests.budget import HANG_S
 
 MESSAGE = Message("demo-1/7.0", 7, 12.0, "demo", "s3://b/demo", "failed", "demo failed: <!channel> & co")

@@ -15,8 +15,7 @@ from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.home import all_secrets, secrets_for
-from grpo_orch.orchestrator.notify.channels import DeliveryFailed, Message
-from grpo_orch.orchestrator.notify.notifier import Notifier, start_notifier
+from grpo_orch.orchestrator.notify import DeliveryFailed, Message, Notifier, start_notifier
 from grpo_orch.policies.model.events import BudgetNeared, CapacityShortage, Event, RunCreated, RunMoved
 from grpo_orch.policies.model.spec import Notify
 from grpo_orch.policies.model.vocabulary import Role, RunPhase

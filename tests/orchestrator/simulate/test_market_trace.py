@@ -1,8 +1,10 @@
-"""Spot market traces: what the climates promise."""
+"""Spot market traces: what the climates promise, and files in public formats."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
-from grpo_orch.orchestrator.simulate.market_trace import Zone
+from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND
 from grpo_orch.policies.fleet.market import market_of
@@ -36,6 +38,43 @@ def test_scarce_weather_is_as_public_traces_show() -> None:
     found = [market("scarce", seed, 4)[0] for seed in range(40)]
     assert all(0.16 <= zone.counts.count(0) / len(zone.counts) <= 0.62 for zone in found)
     assert all(3 <= drops_a_day(zone) <= 11 for zone in found)
+
+
+def test_traces_in_public_formats_are_read(tmp_path: Path) -> None:
+    gaps = tmp_path / "zone.json"
+    gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [0, 1, 0]}))
+    [zone] = read_trace(gaps, 4)
+    assert (zone.gap_s, zone.counts) == (600.0, (4, 0, 4)), "1 says that the one machine is taken"
+    gaps.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [3, 1, 0]}))
+    assert read_trace(gaps, 4)[0].counts == (3, 1, 0)
+    times = tmp_path / "counts.csv"
+    times.write_text("time,count\n0,4\n120,0\n180,2\n")
+    assert read_trace(times, 4)[0].counts == (4, 4, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty"),
+        ("time,count\nsoon,4\n", "soon"),
+        ("0,4\n60,-1\n", "must not be negative"),
+        ("60,4\n0,4\n", "must not decrease"),
+        ('{"data": [1]}', "metadata"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds"),
+        ('{"metadata": {"gap_seconds": NaN}, "data": [1]}', "gap_seconds"),
+        ('{"metadata": {"gap_seconds": 60}, "data": [Infinity]}', "infinity"),
+        ("0,inf\n", "infinity"),
+        ("0,1\ninf,1\n", "infinity"),
+        ("0,1\n1e12,1\n", "in seconds"),
+        ("x" * 200_000, "field larger"),
+        ('{"a":' * 100_000, "recursion"),
+    ],
+)
+def test_invalid_trace_is_refused_with_the_expected_form(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "t"
+    file.write_text(text)
+    with pytest.raises(InvalidTrace, match=rf"{file}.*{told}.*expected JSON|{file}.*{told}.*time,count"):
+        read_trace(file, 4)
 
 
 def test_on_demand_run_and_oracle_buy_what_the_run_may() -> None:

@@ -1,11 +1,8 @@
-"""States of machines, tokens a second and the split of a step, from what was journalled, counted and logged."""
+"""States of machines and tokens a second, from what was journalled and counted."""
 
 from __future__ import annotations
 
-import pytest
-
-from grpo_orch.checkpoint.records.metrics import MetricsRow
-from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now, step_split
+from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import Rates, view_of
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
@@ -74,33 +71,3 @@ def test_machine_rate_is_tokens_counted_between_statuses() -> None:
     assert rates.by_machine == {}
     rates.update(None)
     assert rates.by_machine == {}
-
-
-def row(step: int, time_s: float, attempt: int = 1, **values: float) -> MetricsRow:
-    return MetricsRow(0, step, time_s, attempt, {f"orch/{name}": value for name, value in values.items()})
-
-
-def test_a_steps_time_is_split_into_all_of_it() -> None:
-    rows = [
-        row(1, 0.0),
-        row(2, 10.0, generate_s=6.0, publish_s=1.0, wait_s=0.0),
-        row(3, 90.0, attempt=2, generate_s=70.0),  # the trainer was started again in between
-        row(4, 95.0, attempt=2, replayed=1.0),
-        row(6, 125.0, attempt=2, generate_s=12.0, publish_s=1.0, wait_s=8.0),
-    ]
-    split = step_split(rows)
-    assert split is not None
-    found = [split.generate_s, split.publish_s, split.wait_s, split.train_s]
-    assert found == pytest.approx([6.0, 2 / 3, 8 / 3, 4.0])
-    assert split.step_s == pytest.approx(40 / 3)
-
-
-def test_unmeasured_time_is_not_split() -> None:
-    assert step_split([row(1, 0.0), row(2, 10.0)]) is None
-    assert step_split([]) is None
-
-
-def test_parts_are_never_more_than_the_step() -> None:
-    split = step_split([row(1, 0.0), row(2, 10.0, generate_s=9.0, publish_s=3.0)])
-    assert split is not None
-    assert [split.step_s, split.train_s] == pytest.approx([10.0, 0.0])

@@ -123,7 +123,7 @@ def test_second_look_fetches_only_possible_changes(tmp_path: Path) -> None:
     second = view_of(reader, T0 + 300, None)
     assert second == first
     assert [point.step for point in second.recent] == list(range(131, 251))
-    documents = {"controller.json", "lease.json", "trainer.json"}
+    documents = {"controller.json", "lease.json", "plan.json", "trainer.json"}
     assert set(store.fetched) - documents <= {"metrics/0000/00000002.jsonl"}
 
     world.logs(280, 251, reward=-1.0)

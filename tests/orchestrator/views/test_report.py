@@ -18,10 +18,18 @@ from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.formatting import Change
 from grpo_orch.orchestrator.views.model import HealthView
-from grpo_orch.orchestrator.views.plots import AbandonedRows, FaultMark, RollbackMark, plot, plot_run
+from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
 from grpo_orch.policies.detect.divergence import Health
-from grpo_orch.policies.model.events import HealthyChosen, JobExited, JobRestarted, ProbationPassed, RunMoved
+from grpo_orch.policies.model import exit_codes
+from grpo_orch.policies.model.events import (
+    GatewayRestarted,
+    HealthyChosen,
+    JobExited,
+    JobRestarted,
+    ProbationPassed,
+    RunMoved,
+)
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, report_of
@@ -105,6 +113,28 @@ def test_report_estimates_the_cost_of_a_store_in_a_cloud(world: World, monkeypat
     assert report.store_usd == pytest.approx(requests, rel=0.2)
     assert report.store_unpriced == "its traffic (the machines' cloud is unknown)"
     assert "more, not counting its traffic (the machines' cloud is unknown)" in " ".join(drawn(report).split())
+
+
+def test_down_and_resume_are_neither_faults_nor_restarts(world: World) -> None:
+    before = report_of(world.store, T0 + 184)
+    nodes = ("trainer-0-i1", "rollout-0-i1", "rollout-1-i2")
+    world.happens(190, RunMoved(RunPhase.STOPPING, "asked for by hand"))
+    world.moves(190, "trainer-0-i1", NodePhase.DRAINING)
+    world.happens(195, JobExited("trainer-0-i1", 2, exit_codes.STOPPED, 10))
+    for node in nodes:
+        world.moves(196, node, NodePhase.TERMINATING)
+        world.moves(197, node, NodePhase.GONE)
+    world.happens(198, RunMoved(RunPhase.STOPPED, "asked for by hand"))
+    world.take_over(1000, pid=43)
+    world.happens(1000, RunMoved(RunPhase.STARTING, "resumed"))
+    for node in ("trainer-0-i2", "rollout-0-i2", "rollout-1-i3"):
+        world.asks_for(1001, node)
+        world.moves(1002, node, NodePhase.BOOTING)
+        world.moves(1010, node, NodePhase.SERVING)
+    world.happens(1010, RunMoved(RunPhase.TRAINING, "the trainer sent its first heartbeat"))
+    world.happens(1011, GatewayRestarted("resumed"))
+    after = report_of(world.store, T0 + 1020)
+    assert (after.restarts, after.faults) == (before.restarts, before.faults)
 
 
 def test_ended_run_costs_no_more_over_time(world: World) -> None:
@@ -296,7 +326,7 @@ def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) 
 def test_fault_marks_are_drawn(tmp_path: Path) -> None:
     without, with_marks = tmp_path / "a.png", tmp_path / "b.png"
     plot(rows(reward=1.0), None, without)
-    plot(rows(reward=1.0), None, with_marks, faults=[FaultMark(10, "kill"), FaultMark(20, "kill")])
+    plot(rows(reward=1.0), None, with_marks, faults=[10, 20])
     different = (image.imread(without) != image.imread(with_marks)).any(axis=2)
     columns = different[150:420, :740].sum(axis=0)  # the first panel
     assert (columns > 80).sum() >= 2

@@ -136,23 +136,6 @@ def test_view_shows_the_progress_of_a_rollback(view: RunView) -> None:
     assert "is on probation until step 15" in line_with(lines, "rollback")
 
 
-def test_a_run_in_the_worst_trouble_fits_the_screen(view: RunView) -> None:
-    nodes = tuple(replace(view.nodes[1], node=f"rollout-{i}-i1") for i in range(20))
-    health = HealthView(Health.TRIPPED, 12345, 12300, tuple("KL 3.21 " * 9 for _ in range(5)))
-    lines = drawn(replace(view, nodes=nodes, health=health, rollback=ROLLBACK))
-    assert (max(map(len, lines)), len(lines) <= 24) == (80, True)
-    assert any(line.rstrip().endswith("…") for line in lines if "KL 3.21" in line)
-    singles = sum(line.startswith("rollout-") for line in lines)
-    assert singles >= 2
-    assert any(line.startswith(f"{20 - singles} more: spot") for line in lines)
-    assert lines[-1].rstrip().endswith("rollout-1-i2 was requested on spot: first")
-
-
-@pytest.mark.parametrize("phase", RunPhase)
-def test_every_phase_can_be_drawn(view: RunView, phase: RunPhase) -> None:
-    assert phase.upper().replace("_", " ") in drawn(replace(view, phase=phase, reason="because"))[0]
-
-
 def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     def node(index: int) -> NodeView:
         state = NodeState.BOOTING if index == 57 else NodeState.SERVING
@@ -162,9 +145,8 @@ def test_of_a_large_fleet_the_nodes_in_trouble_are_shown(view: RunView) -> None:
     assert len(lines) <= 24
     assert line_with(lines, "rollout-57-i1").split()[1] == "booting"
     assert line_with(lines, "63 serving").startswith("63 serving")
-    more = next(line for line in lines if " more: spot" in line)
-    singles = sum(line.startswith("rollout-") for line in lines)
-    assert more.split()[:5] == [str(64 - singles), "more:", "spot", str(64 - singles), "running"]
+    shown = sum(line.startswith("rollout-") for line in lines)
+    assert any(line.rstrip() == f"{64 - shown} more" for line in lines)
 
 
 def test_markup_in_foreign_text_is_only_text(view: RunView) -> None:

@@ -70,7 +70,7 @@ def test_machines_that_are_shown_are_named_whole(view: RunView) -> None:
         return
     found = [line.split()[0] for line in lines[place + 1 :] if re.match(r"(trainer|rollout)-", line)]
     assert set(found) <= known
-    more = [re.match(r"(\d+) more: ", line) for line in lines[place + 1 :]]
+    more = [re.match(r"(\d+) more$", line.rstrip()) for line in lines[place + 1 :]]
     if len(view.nodes) <= 8:
         assert len(found) + sum(int(one[1]) for one in more if one) == len(view.nodes)
 

@@ -17,9 +17,13 @@ from tests.generators.views_world import T0, World
 from tests.orchestrator.web.test_site import ask, run_of
 
 
+def at(row: MetricsRow) -> float:
+    return float(row.step)
+
+
 def test_a_spike_of_one_step_shows_among_ten_thousand() -> None:
     rows = [MetricsRow(0, step, float(step), 1, {"kl": 9.0 if step == 4321 else 0.1}) for step in range(10_000)]
-    found = table(rows, "step", 500)
+    found = table(rows, at, 500)
     assert len(found["x"]) == len(found["kl"]) == 500
     highs = [(high or 0.0, x or 0.0) for high, x in zip(found["kl_high"], found["x"], strict=True)]
     assert max(highs)[0] == 9.0
@@ -35,14 +39,10 @@ def test_every_part_of_a_step_has_a_colour() -> None:
 
 def test_few_steps_are_all_shown_as_logged() -> None:
     rows = [MetricsRow(0, step, 100.0 * step, 1, {"reward": step / 4}) for step in (1, 2, 4)]
-    found = table(rows, "time", 500)
+    found = table(rows, lambda row: row.time_s, 500)
     assert found["x"] == [100.0, 200.0, 400.0]
     assert found["reward"] == found["reward_low"] == found["reward_high"] == [0.25, 0.5, 1.0]
-    assert table([], "step", 500)["kl_high"] == []
-
-
-def at(row: MetricsRow) -> float:
-    return float(row.step)
+    assert table([], at, 500)["kl_high"] == []
 
 
 def test_ten_thousand_steps_in_five_hundred_points_add_up() -> None:

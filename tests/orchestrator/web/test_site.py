@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
+from grpo_orch.orchestrator import web as web_page
 from grpo_orch.orchestrator.control.observe import FRESH_S
-from grpo_orch.orchestrator.web.access import HEADERS
-from grpo_orch.orchestrator.web.app import PAGES, Site
+from grpo_orch.orchestrator.web.app import HEADERS, PAGES, Site
 from grpo_orch.orchestrator.web.watch import LATEST_S, Watch
 from grpo_orch.policies.model.events import (
     BudgetReached,
@@ -167,18 +168,21 @@ def test_nothing_can_be_changed_and_no_other_name_is_answered() -> None:
     browse(run_of(), story)
 
 
-def test_news_arrives_while_a_page_is_open() -> None:
+def test_open_page_learns_of_news(monkeypatch: pytest.MonkeyPatch) -> None:
     world = run_of()
+    monkeypatch.setattr(Watch, "pace_s", 0.0)
 
     async def story(client: Client) -> None:
-        live = await client.get("/live")
-        assert live.content_type == "text/event-stream"
-        assert (await live.content.readuntil(b"\n\n")).startswith(b"retry:")
+        async def number() -> int:
+            return int((await (await client.get("/live")).json())["number"])
+
+        first = await number()
+        assert f'data-observation="{first}"' in await (await client.get("/")).text()
+        assert await number() == first
         world.logs(60, 13, reward=0.5)
-        assert (await live.content.readuntil(b"\n\n")).startswith(b"event: observation\ndata: ")
+        assert await number() > first
         told = await (await client.get("/?format=json")).json()
         assert told["run"]["recent"][-1]["step"] == 13
-        live.close()
 
     browse(world, story)
 
@@ -192,11 +196,14 @@ def test_failed_look_is_shown_and_the_next_one_replaces_it(monkeypatch: pytest.M
         with monkeypatch.context() as broken:
             broken.setattr(Watch, "observation", lambda _: 1 // 0)
             assert "ZeroDivisionError" in await (await client.get("/")).text()
+            failed = await (await client.get("/live")).json()
         assert "ZeroDivisionError" not in await (await client.get("/")).text()
+        assert await (await client.get("/live")).json() != failed
 
     browse(world, story)
 
 
 def test_gateway_next_to_slow_steps_is_not_silent() -> None:
-    """What it wrote was written after the observation before: that must not be longer ago than it may be."""
-    assert LATEST_S + 1 < FRESH_S
+    """A page asks every 2 s, and what the gateway wrote was written after the observation before."""
+    assert "EVERY_MS = 2000" in (Path(web_page.__file__).parent / "static" / "live.js").read_text()
+    assert LATEST_S + 2 < FRESH_S

@@ -2,7 +2,7 @@
 
 A marker, written last, says what a complete environment was made of. An interrupted installation leaves none: the
 next one starts again, from uv's cache. Only the standard library is imported: the Makefile runs this file before
-any environment exists, as `python -m grpo_orch.orchestrator.node_env FOLDER EXTRAS`.
+any environment exists, as `python -m grpo_orch.orchestrator.node_installer FOLDER EXTRAS`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
 
 LOCKS = Path(__file__).resolve().parent.parent / "tasks" / "sky" / "locks"
 MADE_OF = ".made-of"  # the marker
@@ -61,30 +61,15 @@ class State(Enum):
     READY = auto()
 
 
-class Machine(Protocol):
-    """The programs and facts of a computer that this module depends on."""
+class ThisMachine:
+    """The programs and facts of this computer that the installation depends on."""
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run a program on this terminal; return its exit code."""
-        ...
-
-    def output_of(self, argv: Sequence[str]) -> str:
-        """Return a program's stdout; nothing if it fails."""
-        ...
-
-    def which(self, program: str) -> str | None: ...
-    def has_library(self, name: str) -> bool: ...
-    def free_gb(self, folder: Path, /) -> float: ...
-    def platform(self) -> tuple[str, str]: ...
-
-
-class ThisMachine:
-    """See Machine."""
-
-    def run(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
         return subprocess.run(argv, env=environment, check=False).returncode
 
     def output_of(self, argv: Sequence[str]) -> str:
+        """Return a program's stdout; nothing if it fails."""
         with contextlib.suppress(OSError):
             done = subprocess.run(argv, capture_output=True, text=True, errors="replace", check=False)
             return done.stdout if done.returncode == 0 else ""
@@ -100,7 +85,7 @@ class ThisMachine:
             return False
         return True
 
-    def free_gb(self, folder: Path) -> float:
+    def free_gb(self, folder: Path, /) -> float:
         existing = next(above for above in (folder, *folder.absolute().parents) if above.exists())
         return shutil.disk_usage(existing).free / 1e9
 
@@ -113,7 +98,7 @@ def python_of(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def kind_of(machine: Machine) -> Kind:
+def kind_of(machine: ThisMachine) -> Kind:
     """Return the kind of environment for the machine's hardware."""
     return CUDA if machine.output_of(["nvidia-smi", "-L"]).startswith("GPU ") else CPU
 
@@ -129,7 +114,7 @@ def state_of(folder: Path, made_of: str) -> State:
     return State.READY if marker == made_of and python_of(folder).exists() else State.OUTDATED
 
 
-def refuse_unfit(folder: Path, kind: Kind, machine: Machine) -> None:
+def refuse_unfit(folder: Path, kind: Kind, machine: ThisMachine) -> None:
     """Raise NodeEnvFailed if the environment cannot work on this machine or does not fit on its disk."""
     if (found := machine.platform()) != ("Linux", "x86_64"):
         raise NodeEnvFailed(f"vLLM's packages are for Linux on x86_64, and this is {' on '.join(found)}")
@@ -144,8 +129,10 @@ def refuse_unfit(folder: Path, kind: Kind, machine: Machine) -> None:
         )
 
 
-def make(folder: Path, kind: Kind, package: Sequence[str], made_of: str, machine: Machine) -> None:
+def make(folder: Path, kind: Kind, package: Sequence[str], made_of: str, machine: ThisMachine) -> None:
     """Make the environment, bring it up to date, or repair it.
+
+    One process at a time installs; a second one waits for it, and uses what it has made.
 
     Args:
         folder: the environment's; one without a marker is replaced.
@@ -159,15 +146,32 @@ def make(folder: Path, kind: Kind, package: Sequence[str], made_of: str, machine
     """
     refuse_unfit(folder, kind, machine)
     try:
-        _install(folder, kind, package, machine)
-        (folder / MADE_OF).write_text(made_of)
+        with _lock(folder) as is_first:
+            if is_first or state_of(folder, made_of) is not State.READY:
+                _install(folder, kind, package, machine)
+                (folder / MADE_OF).write_text(made_of)
     except KeyboardInterrupt:
         raise NodeEnvFailed("interrupted; the same command continues, with what was downloaded") from None
     except OSError as error:
         raise NodeEnvFailed(f"{error.filename or folder}: {error.strerror}") from None
 
 
-def _install(folder: Path, kind: Kind, package: Sequence[str], machine: Machine) -> None:
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock; yield False if another process had it and was waited for. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is installing {folder}; waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield False
+        else:
+            yield True
+
+
+def _install(folder: Path, kind: Kind, package: Sequence[str], machine: ThisMachine) -> None:
     if folder.exists() and not (folder / MADE_OF).exists():
         shutil.rmtree(folder)  # half of a package may be installed, which uv would take for whole
     (folder / MADE_OF).unlink(missing_ok=True)
@@ -184,11 +188,10 @@ def _install(folder: Path, kind: Kind, package: Sequence[str], machine: Machine)
     _run([str(python_of(folder)), "-c", START], folder, machine, environment)
 
 
-def _make_empty(folder: Path, machine: Machine, environment: Mapping[str, str]) -> str:
+def _make_empty(folder: Path, machine: ThisMachine, environment: Mapping[str, str]) -> str:
     """Make an environment without packages unless it exists; return the path of a uv. Raises NodeEnvFailed."""
     uv, own = machine.which("uv"), folder / "bin" / "uv"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # With pip, which `setup` of a run.yaml may call.
         make = [uv, "venv", "--quiet", "--seed", "--python"] if uv else []
         argv = [*make, sys.executable] if uv else [sys.executable, "-m", "venv"]
@@ -198,7 +201,7 @@ def _make_empty(folder: Path, machine: Machine, environment: Mapping[str, str]) 
     return uv or str(own)
 
 
-def _torch_backend(kind: Kind, machine: Machine) -> list[str]:
+def _torch_backend(kind: Kind, machine: ThisMachine) -> list[str]:
     """Return uv's option for torch's CPU build. It is not on PyPI, but pip may be configured to find it."""
     if kind is not CPU or "UV_TORCH_BACKEND" in os.environ:
         return []
@@ -218,7 +221,7 @@ UV_NAMES = {
 }
 
 
-def uv_settings(machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+def uv_settings(machine: ThisMachine, environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables that make uv find packages where pip is configured to: uv does not read pip's files.
 
     A variable of uv that is set already is left alone.
@@ -237,7 +240,7 @@ def uv_settings(machine: Machine, environment: Mapping[str, str]) -> dict[str, s
     return {name: value for name, value in found.items() if name not in environment}
 
 
-def _run(argv: Sequence[str], folder: Path, machine: Machine, environment: Mapping[str, str]) -> None:
+def _run(argv: Sequence[str], folder: Path, machine: ThisMachine, environment: Mapping[str, str]) -> None:
     """Run a step of the installation. Raises NodeEnvFailed."""
     exit_code = machine.run(argv, environment)
     if exit_code == 0:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from grpo_orch.orchestrator.node_env import (
+from grpo_orch.orchestrator.node_installer import (
     CPU,
     CUDA,
     LOCKS,
@@ -21,6 +23,7 @@ from grpo_orch.orchestrator.node_env import (
     state_of,
     uv_settings,
 )
+from tests.budget import until
 from tests.stand_ins.installer import InstallerStandIn
 
 PACKAGE = "grpo-orch @ file:///grpo.whl"
@@ -156,6 +159,27 @@ def test_environment_of_another_version_is_updated_in_place(folder: Path) -> Non
     assert (folder / "package").exists()
     assert machine.ran[0].startswith("/opt/uv pip install")
     assert state_of(folder, "three") is State.READY
+
+
+def test_second_installer_waits_and_uses_the_firsts_result(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second, threads = InstallerStandIn(), list[threading.Thread]()
+
+    class First(InstallerStandIn):
+        def run(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
+            if not threads:
+                threads.append(threading.Thread(target=install, args=(folder, second)))
+                threads[0].start()
+                until("the second process waits", lambda: "waiting for it" in capsys.readouterr().err)
+            assert second.ran == []
+            return super().run(argv, environment)
+
+    first = First()
+    install(folder, first)
+    threads[0].join()
+    assert (len(first.ran), second.ran) == (4, [])
+    assert state_of(folder, "one") is State.READY
 
 
 def test_this_machine_answers(tmp_path: Path) -> None:
