@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.costs.steps import StepShape
-from grpo_orch.policies.fleet.objective import rollouts_wanted, size_sentence
+from grpo_orch.policies.fleet.explain import explain
+from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.fleet.plan import SIZE_SETTLE_S
 from grpo_orch.policies.fleet.reconcile import RETURN_WAIT_MAX_S
 from grpo_orch.policies.model.events import FleetSized, MachineBought, NodeMoved
@@ -138,10 +139,10 @@ def test_fleet_does_not_grow_for_an_unavailable_price() -> None:
     assert len(world.up(Role.ROLLOUT)) == 1
 
 
-def test_status_prices_smaller_fleet_without_dearest_node() -> None:
+def test_smaller_fleet_is_priced_without_its_dearest_node() -> None:
     world = until_training(World(spec(2), max_steps=10**6))
     usd = {"trainer-0-i1": 4.0, "rollout-0-i1": 1.0, "rollout-1-i1": 4.0}
     bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
     world.journal(tuple(bought))
-    said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
-    assert said.endswith("1 on spot: 0.139")  # 5 USD an hour for 100 s
+    explained = explain(world.state, looked(world, StepShape(50.0, 50.0)), world.spec)
+    assert explained.plan.startswith("1 on spot: 0.139 USD a step")  # 5 USD an hour for 100 s
