@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from typer.main import get_command
 
-from docs import trl_fields
+from docs import arcs, trl_fields
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator import cli
 from grpo_orch.orchestrator.cli import options
@@ -58,9 +58,10 @@ MADE = "`make pages` writes this page from"  # the code that follows
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its name."""
+    """Return the text of each page and drawing by its name."""
     return {
         "phases.md": phases_page(),
+        **{f"images/phases-{name.lower()}.svg": phases_drawing(edges) for name, edges in _PHASES.items()},
         "cli.md": cli_page(),
         "events.md": events_page(),
         "metrics.md": metrics_page(),
@@ -84,32 +85,31 @@ def _joined(text: str | None) -> str:
 
 # Phases: a drawing and a table of edges for each table of `phases`.
 
+_PHASES: dict[str, Mapping[Any, str]] = {"Node": NODE_EDGES, "Run": RUN_EDGES, "Rollback": ROLLBACK_EDGES}
+
 
 def phases_page() -> str:
     """Return docs/phases.md."""
+    tables = "\n".join(_phases(title, edges) for title, edges in _PHASES.items())
     return f"""# Phases
 
 Every move that a node, a run and a rollback can make; any other raises `IllegalMove`. {MADE}
-the tables in `policies/model/phases.py`. The dot is the beginning, the ringed dot the end.
+the tables in `policies/model/phases.py`. The first phase is at the top; moves down are on the right, moves up on
+the left, in the colour of the phase that they leave. No move leaves a phase with a thick frame.
 
-{_phases("Node", NODE_EDGES)}
-{_phases("Run", RUN_EDGES)}
-{_phases("Rollback", ROLLBACK_EDGES)}"""
+{tables}"""
 
 
 def _phases(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
     rows = [(old or "none", new or "none", reason) for (old, new), reason in edges.items()]
-    drawing = "\n".join(["```mermaid", "stateDiagram-v2", *_arrows(edges), "```"])
+    drawing = f"![Phases of a {title.lower()}](images/phases-{title.lower()}.svg)"
     return f"## {title}\n\n{drawing}\n\n{_table('from, to, why', rows)}"
 
 
-def _arrows(edges: Mapping[tuple[Phase, Phase], str]) -> list[str]:
-    """The edges, and where there is no phase before the first or after the last, `[*]` for it."""
-    first: Phase = next(iter(edges))[0]
-    left = {old for old, _ in edges}
-    last: dict[Phase, None] = dict.fromkeys(new for _, new in edges if new not in left)
-    pairs = [*([] if first is None else [(None, first)]), *edges, *((phase, None) for phase in last)]
-    return [f"    {old or '[*]'} --> {new or '[*]'}" for old, new in pairs]
+def phases_drawing(edges: Mapping[tuple[Phase, Phase], str]) -> str:
+    """Return the drawing of the moves between phases."""
+    moves = [(str(old or "none"), str(new or "none")) for old, new in edges]
+    return arcs.drawing(list(dict.fromkeys(name for move in moves for name in move)), moves)
 
 
 # The command line: Typer's own records of each command.
