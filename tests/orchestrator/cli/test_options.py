@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from grpo_orch.orchestrator.cli import COMMANDS, app
 from grpo_orch.orchestrator.cli.examples import EXAMPLES
@@ -61,44 +59,6 @@ def test_exit_codes_are_in_the_help_and_documented(monkeypatch: pytest.MonkeyPat
     lines = [line.strip() for line in grpo_orch("--help").out.splitlines() if line.strip()]
     shown = lines[lines.index("Exit codes:") + 1 :]
     assert shown == [f"{code:3}  {meaning}".strip() for code, meaning in EXIT_CODES.items()]
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("ro", ["rollback"]),
-        ("init --recipe ti", ["tiny"]),
-        ("checkpoints ex", ["export"]),
-        ("up --de", ["--detach"]),
-        ("status -o j", ["json"]),
-        ("rollback --set bet", ["beta="]),
-        ("simulate --climate st", ["storms"]),
-        ("validate run", []),  # then the shell completes files
-    ],
-)
-def test_shell_completes(typed: str, completed: list[str]) -> None:
-    words = f"grpo-orch {typed}"
-    env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_GRPO_ORCH_COMPLETE": "complete_bash"}
-    assert CliRunner().invoke(app, [], env=env, prog_name="grpo-orch").stdout.split() == completed
-
-
-def test_bash_completes_files_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").touch()
-    code = """
-        set -e
-        PATH="$1:$PATH"
-        source <(grpo-orch --show-completion bash)
-        complete -p grpo-orch
-    """
-    told = subprocess.run(
-        ["bash", "-c", code, "bash", str(Path(sys.executable).parent)],
-        cwd=tmp_path,
-        env={**os.environ, "SHELL": "/bin/bash"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "-o default" in told.stdout, told.stderr
 
 
 def test_misspelled_command_is_suggested(grpo_orch: Cli) -> None:
