@@ -37,7 +37,7 @@ def test_added_edge_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ElementTree.fromstring(phases_drawing(edges))  # our own
     monkeypatch.setitem(edges, (NodePhase.GONE, NodePhase.BOOTING), "a new reason")
     after = ElementTree.fromstring(phases_drawing(edges))  # our own
-    titles = [[title.text for title in drawing.iter("{*}title")] for drawing in (before, after)]
+    titles = [[title.text for title in drawing.findall(".//{*}title")] for drawing in (before, after)]
     assert titles[1] == [*titles[0], f"{NodePhase.GONE} to {NodePhase.BOOTING}"]
     assert len(titles[0]) == len(edges) - 1
     assert f"| {NodePhase.GONE} | {NodePhase.BOOTING} | a new reason |\n" in phases_page()
