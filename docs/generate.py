@@ -107,9 +107,11 @@ def _phases(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
 
 
 def phases_drawing(edges: Mapping[tuple[Phase, Phase], str]) -> str:
-    """Return the drawing of the moves between phases."""
-    moves = [(str(old or "none"), str(new or "none")) for old, new in edges]
-    return arcs.drawing(list(dict.fromkeys(name for move in moves for name in move)), moves)
+    """Return the drawing of the moves between phases, which are in the order of their definition."""
+    named = {phase for edge in edges for phase in edge}
+    kind = next(type(phase) for phase in named if phase is not None)
+    order = [*(["none"] if None in named else []), *map(str, kind)]
+    return arcs.drawing(order, [(str(old or "none"), str(new or "none")) for old, new in edges])
 
 
 # The command line: Typer's own records of each command.

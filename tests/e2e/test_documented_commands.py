@@ -95,7 +95,12 @@ INSTALL = {
     "pip install grpo_orch-0.1.0-py3-none-any.whl": "pip install --quiet --no-deps --no-index --force-reinstall "
     "dist/grpo_orch-0.1.0-py3-none-any.whl",
 }
-WITH_SKYPILOT = "pip install 'dist/grpo_orch-0.1.0-py3-none-any.whl[sky]' 'skypilot[aws]==0.14.1' -c tasks/sky/locks/controller.txt"
+WITH_SKYPILOT = " ".join(
+    [
+        "pip install 'dist/grpo_orch-0.1.0-py3-none-any.whl[sky]' 'skypilot[aws]==0.14.1'",
+        "-c tasks/sky/locks/controller.txt",
+    ]
+)
 # What `make -n` prints of each, without doing it. `make test` runs this test.
 MAKE = {
     "make wheel": "pip wheel --quiet --no-deps --wheel-dir dist .",
