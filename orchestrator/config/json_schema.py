@@ -162,7 +162,7 @@ class _Form:
         if path in RESOURCES:
             return self._resources()
         if path in ENVIRONMENTS:
-            return {**self._scalars(), "propertyNames": {"pattern": "^[^=]+$"}}
+            return self._variables()
         section = section_of(hint)
         if section is None:
             if path in TEXT_FOR_LIST:
@@ -191,6 +191,10 @@ class _Form:
 
     def _scalars(self) -> Schema:
         return {"type": "object", "additionalProperties": self._removable(_SCALAR)}
+
+    def _variables(self) -> Schema:
+        names = {} if self._is_patch else {"propertyNames": {"pattern": "^[^=]+$"}}  # a patch removes any name
+        return {**self._scalars(), **names}
 
     def _rehearsal(self) -> Schema:
         faults, prices = REHEARSAL_KEYS

@@ -121,7 +121,7 @@ def sentence(event: Event) -> str:
         case JobRestarted():
             return f"{event.node} restarts its job (attempt {event.attempt}): {event.reason}"
         case GatewayRestarted():
-            return f"The gateway has restarted (process {event.boot_id[:8]})"
+            return f"The gateway is a new process ({event.boot_id[:8]})"
         case CommandTaken():
             return f"The command '{event.kind}' was accepted"
         case (

@@ -112,7 +112,7 @@ def test_schema_refuses(tmp_path: Path, old: str, new: str, where: str) -> None:
     ("text", "count"),
     [
         ("trainer: {model: null, dataset: {split: test}}\n", 0),
-        ("grpo: {use_vllm: null, max_steps: null}\nrollout: {vllm: null, env: {NAME: null}}\n", 0),
+        ("grpo: {use_vllm: null, max_steps: null}\nrollout: {vllm: null, env: {NAME: null, '': null}}\n", 0),
         ("grpo: {max_step: 3}\n", 1),
         ("trainer: {dataset: [{split: test}]}\n", 1),
     ],
