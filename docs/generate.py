@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -108,9 +108,9 @@ def _phases(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
 
 def phases_drawing(edges: Mapping[tuple[Phase, Phase], str]) -> str:
     """Return the drawing of the moves between phases, which are in the order of their definition."""
-    named = {phase for edge in edges for phase in edge}
-    kind = next(type(phase) for phase in named if phase is not None)
-    order = [*(["none"] if None in named else []), *map(str, kind)]
+    phases: list[Any] = [phase for edge in edges for phase in edge]
+    kind: type[enum.Enum] = next(type(phase) for phase in phases if phase is not None)
+    order = [*(["none"] if None in phases else []), *map(str, kind)]
     return arcs.drawing(order, [(str(old or "none"), str(new or "none")) for old, new in edges])
 
 
@@ -423,7 +423,7 @@ def _trl(rows: Iterable[trl_fields.Row]) -> str:
     return _table("name, state, details and tests", cells)
 
 
-_TABLES = {
+_TABLES: dict[str, Callable[[str], str]] = {
     "keys": _keys,
     "refused": _refused,
     "faults": _faults,

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.generate import DOCS, pages, phases_drawing, phases_page
+from docs.generate import DOCS, MADE, pages, phases_drawing, phases_page
 from grpo_orch.orchestrator.control import exporter
 from grpo_orch.orchestrator.gateway.surface import metrics
 from grpo_orch.policies.model import events
@@ -41,6 +41,14 @@ def test_added_edge_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert titles[1] == [*titles[0], f"{NodePhase.GONE} to {NodePhase.BOOTING}"]
     assert len(titles[0]) == len(edges) - 1
     assert f"| {NodePhase.GONE} | {NodePhase.BOOTING} | a new reason |\n" in phases_page()
+
+
+def test_hand_written_pages_stay_short() -> None:
+    """A reader's time is the limit: what is added takes the place of something."""
+    pages = [*DOCS.rglob("*.md"), *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md"))]
+    by_hand = [page.read_text() for page in pages if MADE not in page.read_text()]
+    tables = re.compile(r"<!-- \w+ ?\S* -->\n.*?<!-- end -->", re.DOTALL)
+    assert sum(len(tables.sub("", text).split()) for text in by_hand) <= 45_000
 
 
 def test_site_loads_nothing_from_other_hosts() -> None:

@@ -23,6 +23,7 @@ from grpo_orch.orchestrator.cli.doctor import (
     is_usable,
     temporary_credentials,
 )
+from grpo_orch.orchestrator.cli.options import console
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.policies.model.spec import RunSpec
@@ -248,7 +249,7 @@ def test_remedies_are_printed_in_full(
     monkeypatch.setattr(doctor, "skypilot_version", lambda: None)
     lines = grpo_orch("doctor", str(run_yaml)).out.splitlines()
     assert [line.split(maxsplit=2)[2] for line in lines if "SkyPilot" in line] == [INSTALL]
-    monkeypatch.setattr(doctor.console, "width", 60)
+    monkeypatch.setattr(console, "width", 60)
     doctor._print([Finding("cloud gcp", False, False, "x" * 100), Finding("SkyPilot", False, False, INSTALL)])
     cut, whole = capsys.readouterr().out.splitlines()
     assert len(cut) == 60
