@@ -168,7 +168,8 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy docs examples/tiny/pictures.py examples/twins/make.py
+	$(BIN)/mypy --package docs
+	$(BIN)/mypy examples/tiny/pictures.py examples/twins/make.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
 
 # The pages of docs/ that are made from the code.
