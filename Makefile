@@ -80,8 +80,8 @@ system-packages:
 		{ echo 'libnuma1 is missing: installing it with apt-get'; apt-get update -q && apt-get install -yq libnuma1; }
 
 # A real S3 store for the tests: Ceph's daemons, 64 packages of 269 MB, nothing of which starts by itself; what makes
-# and reaches the machines that SkyPilot is tested on; and Chromium, 400 MB, for the run page. Where they cannot be
-# installed, their tests are skipped, and fail where CI is set.
+# and reaches the machines that SkyPilot is tested on; Chromium, 400 MB, for the run page; and two shells. Where they
+# cannot be installed, their tests are skipped, and fail where CI is set.
 test-packages: | system-packages # apt works for one at a time
 	@which ceph-mon ceph-osd radosgw radosgw-admin >/dev/null || \
 		{ echo 'Ceph is missing: installing it with apt-get'; apt-get update -q && \
@@ -96,6 +96,10 @@ test-packages: | system-packages # apt works for one at a time
 		{ echo 'Chromium is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends chromium chromium-driver; } || \
 		echo 'It could not be installed: the run page will not be tested in a browser'
+	@which fish zsh >/dev/null || \
+		{ echo 'fish or zsh is missing: installing them with apt-get'; apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends fish zsh; } || \
+		echo 'They could not be installed: shell completion is tested in bash alone'
 
 # Builds the Dockerfile of `make image` without a daemon.
 buildah:
@@ -164,7 +168,8 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy docs examples/tiny/pictures.py examples/twins/make.py
+	$(BIN)/mypy --package docs
+	$(BIN)/mypy examples/tiny/pictures.py examples/twins/make.py
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
 
 # The pages of docs/ that are made from the code.

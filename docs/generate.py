@@ -1,14 +1,15 @@
-"""Writes the pages of docs/ that come from the code: `make pages`.
+"""Writes the pages of docs/ that come from the code, and tables in others: `make pages`.
 
-A page's words are docstrings, help texts and comments of the code that it describes: improve them there.
+Their words are docstrings, help texts and comments of the code that they describe: improve them there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,18 +18,35 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from typer.main import get_command
 
+from docs import arcs, trl_fields
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator import cli
 from grpo_orch.orchestrator.cli import options
 from grpo_orch.orchestrator.cli.examples import EXAMPLES
+from grpo_orch.orchestrator.config.effective import MAXIMUM, MINIMUM
+from grpo_orch.orchestrator.config.foreign_keys import (
+    REFUSED_GRPO,
+    REFUSED_VLLM,
+    SKYPILOT_RESOURCES,
+    accelerate_table,
+    grpo_table,
+    lora_table,
+    vllm_table,
+)
+from grpo_orch.orchestrator.config.json_schema import descriptions
+from grpo_orch.orchestrator.config.problems import KeyPath
+from grpo_orch.orchestrator.config.shorthand import TARGETS
+from grpo_orch.orchestrator.config.structure import NOT_IN_FILE, is_required, kind_of, section_of
 from grpo_orch.orchestrator.control.exporter import Exporter, Seen
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
 from grpo_orch.orchestrator.gateway.routing.members import Members
 from grpo_orch.orchestrator.gateway.surface.app import Gateway
 from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.orchestrator.home import SINKS
 from grpo_orch.policies.model import events
 from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
+from grpo_orch.policies.model.spec import Rehearsed, RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.serving import wire
 from grpo_orch.policies.serving.gateway_status import VersionSpread
@@ -40,13 +58,15 @@ MADE = "`make pages` writes this page from"  # the code that follows
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its name."""
+    """Return the text of each page and drawing by its name."""
     return {
         "phases.md": phases_page(),
+        **{f"images/phases-{name.lower()}.svg": phases_drawing(edges) for name, edges in _PHASES.items()},
         "cli.md": cli_page(),
         "events.md": events_page(),
         "metrics.md": metrics_page(),
         "http.md": http_page(),
+        **{name: _filled((DOCS / name).read_text()) for name in ("run-yaml.md", "trl.md")},
     }
 
 
@@ -65,32 +85,33 @@ def _joined(text: str | None) -> str:
 
 # Phases: a drawing and a table of edges for each table of `phases`.
 
+_PHASES: dict[str, Mapping[Any, str]] = {"Node": NODE_EDGES, "Run": RUN_EDGES, "Rollback": ROLLBACK_EDGES}
+
 
 def phases_page() -> str:
     """Return docs/phases.md."""
+    tables = "\n".join(_phases(title, edges) for title, edges in _PHASES.items())
     return f"""# Phases
 
 Every move that a node, a run and a rollback can make; any other raises `IllegalMove`. {MADE}
-the tables in `policies/model/phases.py`. The dot is the beginning, the ringed dot the end.
+the tables in `policies/model/phases.py`. The first phase is at the top; moves down are on the right, moves up on
+the left, in the colour of the phase that they leave. No move leaves a phase with a thick frame.
 
-{_phases("Node", NODE_EDGES)}
-{_phases("Run", RUN_EDGES)}
-{_phases("Rollback", ROLLBACK_EDGES)}"""
+{tables}"""
 
 
 def _phases(title: str, edges: Mapping[tuple[Phase, Phase], str]) -> str:
     rows = [(old or "none", new or "none", reason) for (old, new), reason in edges.items()]
-    drawing = "\n".join(["```mermaid", "stateDiagram-v2", *_arrows(edges), "```"])
+    drawing = f"![Phases of a {title.lower()}](images/phases-{title.lower()}.svg)"
     return f"## {title}\n\n{drawing}\n\n{_table('from, to, why', rows)}"
 
 
-def _arrows(edges: Mapping[tuple[Phase, Phase], str]) -> list[str]:
-    """The edges, and where there is no phase before the first or after the last, `[*]` for it."""
-    first: Phase = next(iter(edges))[0]
-    left = {old for old, _ in edges}
-    last: dict[Phase, None] = dict.fromkeys(new for _, new in edges if new not in left)
-    pairs = [*([] if first is None else [(None, first)]), *edges, *((phase, None) for phase in last)]
-    return [f"    {old or '[*]'} --> {new or '[*]'}" for old, new in pairs]
+def phases_drawing(edges: Mapping[tuple[Phase, Phase], str]) -> str:
+    """Return the drawing of the moves between phases, which are in the order of their definition."""
+    phases: list[Any] = [phase for edge in edges for phase in edge]
+    kind: type[enum.Enum] = next(type(phase) for phase in phases if phase is not None)
+    order = [*(["none"] if None in phases else []), *map(str, kind)]
+    return arcs.drawing(order, [(str(old or "none"), str(new or "none")) for old, new in edges])
 
 
 # The command line: Typer's own records of each command.
@@ -312,6 +333,105 @@ def _guarded() -> Iterator[tuple[str, str, str]]:
             getattr(wire, path[5:]) if path.startswith("wire.") else path.strip('"') for path in paths.split(" | ")
         ]
         yield ", ".join(f"`{method} {path}`" for path in named), "agent" if agent else "gateway", text
+
+
+# Tables in pages that people write: each between two comments, `<!-- NAME ARGUMENT -->` and `<!-- end -->`.
+
+
+def _filled(page: str) -> str:
+    """Return the page with its tables written again."""
+
+    def written(marked: re.Match[str]) -> str:
+        head, name, argument = marked.groups()
+        return f"{head}\n\n{_TABLES[name](argument)}\n<!-- end -->"
+
+    return re.sub(r"(<!-- (\w+) ?(\S*) -->)\n.*?<!-- end -->", written, page, flags=re.DOTALL)
+
+
+_KINDS = {"str": "string", "int": "whole number", "float": "number", "bool": "true or false", "dict": "mapping"}
+_KINDS |= {"dict[str]": "mapping of strings", "list[str]": "list of strings", "list[int]": "list of whole numbers"}
+_KINDS |= {"list[dict]": "list of mappings"}
+
+
+def _keys(dotted: str) -> str:
+    """Return the table of the keys of a section of run.yaml; without a path, of the file."""
+    path = tuple(dotted.split(".")) if dotted else ()
+    section: Any = RunSpec
+    for key in path:
+        section = section_of(get_type_hints(section)[key])
+    hints, texts = get_type_hints(section), descriptions(section)
+    rows = [
+        (f"`{field.name}`", _type(hints[field.name], (*path, field.name)), _default(field), texts[field.name])
+        for field in dataclasses.fields(section)
+        if field.name not in NOT_IN_FILE
+    ]
+    return _table("key, type, default, meaning", rows)
+
+
+def _type(hint: Any, path: KeyPath) -> str:
+    """Return the type or the choices of a key, with the bounds of a number."""
+    if section_of(hint):
+        return "section"
+    kind = kind_of(hint)
+    if kind.choices:
+        return ", ".join(f"`{choice}`" for choice in kind.choices)
+    names = [_KINDS[name] for name in kind.type.split(" | ") if name in _KINDS]
+    minimum, is_exclusive = MINIMUM.get(path, (None, False))
+    bounds = [] if minimum is None else [f"{'>' if is_exclusive else '≥'} {minimum:g}"]
+    bounds += [f"≤ {MAXIMUM[path]:g}"] if path in MAXIMUM else []
+    return " or ".join(names) + (f" {', '.join(bounds)}" if bounds else "")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if is_required(field):
+        return "required"
+    if field.default is dataclasses.MISSING or field.default in (None, (), ""):
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
+
+
+def _refused(section: str) -> str:
+    """Return the table of the refused keys of `grpo` or `vllm`; those with the same reason share a row."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in {"grpo": REFUSED_GRPO, "vllm": REFUSED_VLLM}[section].items():
+        keys.setdefault(reason, []).append(f"`{key}`")
+    return _table("key, why", ((", ".join(names), reason) for reason, names in keys.items()))
+
+
+def _faults(_: str) -> str:
+    texts, fields = descriptions(Rehearsed), {field.name: field for field in dataclasses.fields(Rehearsed)}
+    targets = [(f"`{kind}`", ", ".join(f"`{target}`" for target in names), "") for kind, names in TARGETS.items()]
+    steps, *times = [(f"`{key}`", texts[key], _default(fields[key])) for key in ("at_step", "notice_s", "for_s")]
+    return _table("key, value, default", [steps, *targets, *times])
+
+
+def _services(_: str) -> str:
+    rows = ((", ".join(f"`{name}`" for name in names), f"`{sink}`") for sink, names in SINKS.items())
+    return _table("variables, service", rows)
+
+
+def _versions(_: str) -> str:
+    tables = (grpo_table(), lora_table(), accelerate_table(), vllm_table())
+    names = [table.vocabulary.partition("(")[2].rstrip(")") for table in tables]
+    skypilot = re.findall(r"[\d.]+", SKYPILOT_RESOURCES)[0]
+    checked = f"{', '.join(names)} and SkyPilot {skypilot}"
+    return f"Keys of other projects keep their names and are checked against {checked}.\n"
+
+
+def _trl(rows: Iterable[trl_fields.Row]) -> str:
+    cells = ((", ".join(f"`{name}`" for name in row.names.split()), row.state, row.details) for row in rows)
+    return _table("name, state, details and tests", cells)
+
+
+_TABLES: dict[str, Callable[[str], str]] = {
+    "keys": _keys,
+    "refused": _refused,
+    "faults": _faults,
+    "services": _services,
+    "versions": _versions,
+    "arguments": lambda _: _trl(trl_fields.ARGUMENTS),
+    "fields": lambda _: _trl(trl_fields.field_rows()),
+}
 
 
 if __name__ == "__main__":

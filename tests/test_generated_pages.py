@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from docs.generate import DOCS, pages, phases_page
+from docs.generate import DOCS, MADE, pages, phases_drawing, phases_page
 from grpo_orch.orchestrator.control import exporter
 from grpo_orch.orchestrator.gateway.surface import metrics
 from grpo_orch.policies.model import events
@@ -33,9 +34,27 @@ def test_pages_are_current(made: dict[str, str]) -> None:
 
 def test_added_edge_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     edges: dict[Any, str] = NODE_EDGES
+    before = ElementTree.fromstring(phases_drawing(edges))  # our own
     monkeypatch.setitem(edges, (NodePhase.GONE, NodePhase.BOOTING), "a new reason")
-    assert f"    {NodePhase.GONE} --> {NodePhase.BOOTING}\n" in phases_page()
+    after = ElementTree.fromstring(phases_drawing(edges))  # our own
+    titles = [[title.text for title in drawing.findall(".//{*}title")] for drawing in (before, after)]
+    assert titles[1] == [*titles[0], f"{NodePhase.GONE} to {NodePhase.BOOTING}"]
+    assert len(titles[0]) == len(edges) - 1
     assert f"| {NodePhase.GONE} | {NodePhase.BOOTING} | a new reason |\n" in phases_page()
+
+
+def test_hand_written_pages_stay_short() -> None:
+    """A reader's time is the limit: what is added takes the place of something."""
+    pages = [*DOCS.rglob("*.md"), *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md"))]
+    by_hand = [page.read_text() for page in pages if MADE not in page.read_text()]
+    tables = re.compile(r"<!-- \w+ ?\S* -->\n.*?<!-- end -->", re.DOTALL)
+    assert sum(len(tables.sub("", text).split()) for text in by_hand) <= 45_000
+
+
+def test_site_loads_nothing_from_other_hosts() -> None:
+    """MkDocs' theme would load Mermaid for a drawing in its language."""
+    loads = re.compile(r"```mermaid|!\[[^]]*\]\(http|<(script|img|link|iframe)\b")
+    assert [path.name for path in DOCS.rglob("*.md") if loads.search(path.read_text())] == []
 
 
 def test_every_metric_is_listed(made: dict[str, str]) -> None:

@@ -120,5 +120,6 @@ def _announcement(kind: Kind, folder: Path) -> str:
             return f"The nodes' environment in {folder} is unfinished; downloads that are complete are used."
         case State.OUTDATED:
             return f"The nodes' environment in {folder} is of another version of grpo-orch; it will be updated."
-    size = f"{kind.download_gb:.1f} GB to download, {kind.disk_gb:.1f} GB of disk"
+    disk = f"{'' if kind.is_disk_measured else 'an estimated '}{kind.disk_gb:.1f} GB of disk"
+    size = f"{kind.download_gb:.1f} GB to download, {disk}"
     return f"The nodes on this machine need torch, TRL and vLLM, for {kind.machine}: {size}, in {folder}."

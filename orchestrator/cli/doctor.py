@@ -11,7 +11,6 @@ from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.checkpoint.store.backends.aws import BucketRules, rules_of
@@ -20,7 +19,7 @@ from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.upkeep import missing_objects
-from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, errors, print_result
+from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds.local import node_python
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
@@ -57,7 +56,7 @@ QUOTA_HELP = "https://docs.skypilot.co/en/latest/cloud-setup/quota.html"
 
 # With the lock, because without one pip takes minutes to find versions that go together.
 INSTALL = (
-    f"pip install 'grpo-orch[sky]' 'skypilot[aws]==0.14.1' -c {LOCKS / 'controller.txt'} "
+    f"pip install 'skypilot[aws]==0.14.1' -c {LOCKS / 'controller.txt'} "
     "(or gcp, kubernetes, slurm for aws; azure without -c)"
 )
 
@@ -85,8 +84,10 @@ def doctor(
         findings = list(examine(spec, skypilot_version(), open_skypilot))
         if run_yaml:
             findings.extend(examine_store(load_storage(run_yaml)))
-    document = {"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]}
-    print_result(output, document, _table(findings))
+    if output is Output.JSON:
+        print_json({"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]})
+    else:
+        _print(findings)
     if not is_usable(findings):
         missing = [finding.check for finding in findings if finding.needed and not finding.ok]
         raise Stop(f"missing: {', '.join(missing) or 'a cloud or a node environment'}", exit_codes.FAILED)
@@ -181,19 +182,23 @@ def _region(offer: SkyOffer) -> str:
     return "/".join(offer.infra.split("/")[:2])
 
 
-def _table(findings: list[Finding]) -> Table:
-    """List what is present or needed, then the rest, dimmed and cut at the terminal's width."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for finding in findings:
-        if finding.ok or finding.needed or finding.warning:
-            kind = ("OK", "green") if finding.ok else ("missing", "red") if finding.needed else ("note", "yellow")
-            state = Text(kind[0], style=kind[1])
-            table.add_row(state, finding.check, Text(finding.details))
-    for finding in findings:
-        if not (finding.ok or finding.needed or finding.warning):
-            details = Text(finding.details, style="dim", no_wrap=True, overflow="ellipsis")
-            table.add_row(Text("no", style="dim"), Text(finding.check, style="dim"), details)
-    return table
+def _print(findings: list[Finding]) -> None:
+    """Print what is present or needed, then the rest, dimmed.
+
+    Remedies are not wrapped, so that commands can be copied. The reasons of unused clouds are cut.
+    """
+    width = max(len(finding.check) for finding in findings)
+    shown = [finding for finding in findings if finding.ok or finding.needed or finding.warning]
+    for finding in shown:
+        kind = ("OK", "green") if finding.ok else ("missing", "red") if finding.needed else ("note", "yellow")
+        console.print(
+            Text.assemble((f"{kind[0]:9}", kind[1]), f"{finding.check:{width}}  {finding.details}"), soft_wrap=True
+        )
+    for finding in (finding for finding in findings if finding not in shown):
+        text = Text(f"{'no':9}{finding.check:{width}}  {finding.details}", style="dim")
+        if finding.check.startswith("cloud "):
+            text.truncate(console.width, overflow="ellipsis")
+        console.print(text, soft_wrap=True)
 
 
 # Checks of the run's store: access, rules of the bucket, and completeness of the checkpoints.

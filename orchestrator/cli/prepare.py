@@ -97,6 +97,7 @@ def init(
         raise Stop(f"{path} already exists; remove it or name another file")
     try:
         _refuse_other_schema(schema)
+        path.parent.mkdir(parents=True, exist_ok=True)
         schema.write_text(schema_text(), "utf-8")
         with path.open("x") as out:
             out.write(init_text(name or "my-run"))

@@ -1,7 +1,8 @@
 """The JSON Schema of run.yaml, for editors and other programs.
 
 It is built from what `load` checks with: RunSpec's fields, the tables of shorthands and of other projects' keys,
-and the bounds of numbers. It accepts every file that `load` accepts. Rules between keys are left to `load`.
+and the bounds of numbers. It accepts every file that `load` accepts. Rules between keys, and files and functions
+that must exist, are left to `load`.
 
 There are two forms of the file. In one with `extends` every key may be missing, and null removes a key.
 """
@@ -34,7 +35,6 @@ from grpo_orch.orchestrator.config.shorthand import (
     VALUE_FOR_SECTION,
 )
 from grpo_orch.orchestrator.config.structure import (
-    EXPECTED,
     NOT_IN_FILE,
     Kind,
     is_list_of_sections,
@@ -58,8 +58,54 @@ _TYPES = {
     "list": "array",
     "dict": "object",
 }
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _SCALAR: Schema = {"type": ["string", "number", "boolean"]}
-_COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
+_FIELD = re.compile(r"((?:^    # .*\n)*)^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)  # comment, name, comment
+
+
+def descriptions(cls: type) -> dict[str, str]:
+    """Return the description of each field of a dataclass, in Markdown: the comment above it or behind it."""
+    fields = _FIELD.findall(inspect.getsource(cls))
+    return {name: behind or " ".join(above.replace("    # ", "").split()) for above, name, behind in fields}
+
+
+_IMPORT_PATH = r"^[^\s./]+(\.[^\s./]+)+$"
+_VARIABLE = "^[A-Za-z_][A-Za-z0-9_]*$"
+_DAY = "(19[7-9][0-9]|[2-9][0-9]{3})-?((0[1-9]|1[0-2])-?[0-3][0-9]|W[0-5][0-9](-?[1-7])?)"
+# The store's URL: not `//...`, memory:// or s3:..., no password, and a folder, or a scheme and a path.
+_NO_URL = r"//|memory://|(file|s3|gs|az):(?!//)|(?!file:)[^:/]*://[^/?#\[\]]*:[^/?#\[\]]*@"
+_URL = rf"^(?!{_NO_URL})([a-z][a-z0-9+.-]*://|(?![^]*://))[^?#%\\]*[^?#%\\/ ][^?#%\\]*$".replace("[^]", r"[\s\S]")
+# What `load` checks of single values, besides types and the bounds of numbers.
+_SHAPES: dict[KeyPath, Schema] = {
+    ("storage",): {"pattern": _URL},
+    ("trainer", "model"): {"minLength": 1},
+    ("trainer", "reward_funcs"): {"pattern": f"{_IMPORT_PATH}|/"},  # of each item
+    ("trainer", "tools"): {"pattern": _IMPORT_PATH},
+    ("trainer", "environment_factory"): {"pattern": _IMPORT_PATH},
+    ("trainer", "rollout_func"): {"pattern": _IMPORT_PATH},
+    ("trainer", "agent", "run"): {"pattern": _IMPORT_PATH, "minItems": 1},
+    ("trainer", "accelerate", "num_machines"): {"minimum": 1, "maximum": 1},
+    ("trainer", "eval_dataset", "streaming"): {"not": {"const": True}},
+    ("grpo", "save_steps"): {"multipleOf": 1},
+    ("checkpoints", "spool"): {"pattern": "^(/|$)"},
+    ("policies", "fleet", "deadline"): {"pattern": rf"^(?=[^:]*:)\s*{_DAY}[\s\S][0-9]{{2}}"},
+    ("secrets",): {"pattern": _VARIABLE},
+    ("notify", "url_env"): {"pattern": _VARIABLE},
+}
+_TEXT: Schema = {"type": "string"}
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {"role": _TEXT, "content": _TEXT},
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+for _key in ("dataset", "eval_dataset"):
+    _prompt = {"pattern": rf"\{{|{_IMPORT_PATH}", "items": _MESSAGE, "minItems": 1}
+    _SHAPES |= {
+        ("trainer", _key, "path"): {"minLength": 1},
+        ("trainer", _key, "prompt"): _prompt,
+        ("trainer", _key, "weight"): {"exclusiveMinimum": 0},
+    }
 
 
 def json_schema() -> Schema:
@@ -89,21 +135,19 @@ class _Form:
 
     def _section(self, cls: type, path: KeyPath) -> Schema:
         """Return the schema of a mapping with the fields of a dataclass."""
-        hints, comments = get_type_hints(cls), dict(_COMMENT.findall(inspect.getsource(cls)))
+        hints, texts = get_type_hints(cls), descriptions(cls)
         properties: Schema = {}
         required: list[str] = []
         for field in dataclasses.fields(cls):
             if field.name in NOT_IN_FILE:
                 continue
             schema = self._field(hints[field.name], (*path, field.name))
-            description = comments.get(field.name, "").replace("None:", "null:")
             if is_required(field):
                 required.append(field.name)
                 schema = self._removable(schema)
-                description = description or EXPECTED.get(field.name, "")
             else:
                 schema = _or_null(schema)
-            properties[field.name] = _described(schema, description, field.default)
+            properties[field.name] = _described(schema, texts[field.name], field.default)
         return self._mapping(properties, required, (inspect.getdoc(cls) or "").partition("\n")[0])
 
     def _field(self, hint: Any, path: KeyPath) -> Schema:
@@ -117,30 +161,38 @@ class _Form:
         if path in RESOURCES:
             return self._resources()
         if path in ENVIRONMENTS:
-            return self._scalars()
+            return self._variables()
         section = section_of(hint)
         if section is None:
-            schema = {**self._of_kind(kind_of(hint)), **_bounds(path)}
-            return _any_of(schema, {"type": "string"}) if path in TEXT_FOR_LIST else schema
+            if path in TEXT_FOR_LIST:
+                item = {**_TEXT, **_SHAPES.get(path, {})}
+                return _any_of({"type": "array", "items": item}, item)
+            return {**self._of_kind(kind_of(hint)), **_limits(path)}
         if path == FAULTS:
             return {"type": "array", "items": self._fault(section)}
         schema = self._section(section, path)
+        if path == ("trainer",) and not self._is_patch:
+            schema["anyOf"] = [{"required": [key]} for key in ("reward_funcs", "agent")]
         if path not in VALUE_FOR_SECTION:
             return schema
         kind, keys = VALUE_FOR_SECTION[path]
-        short = {**_plain_type(kind.__name__), **_bounds((*path, keys[0]))}
+        short = {**_plain_type(kind.__name__), **_limits((*path, keys[0]))}
         if not is_list_of_sections(hint):
             return _any_of(schema, short)
         item = _any_of(_Form(is_patch=False)._section(section, path), short)  # a patch replaces whole lists
-        return _any_of(schema, short, {"type": "array", "items": item})
+        return _any_of(schema, short, {"type": "array", "items": item, "minItems": 1})
 
     def _storage(self) -> Schema:
         url, options = STORAGE_KEYS
-        section = self._mapping({url: {"type": "string"}, options: _or_null(self._scalars())}, [url])
-        return _any_of({"type": "string"}, section)
+        text = {**_TEXT, **_limits(OPTIONS[:1])}
+        return _any_of(text, self._mapping({url: text, options: _or_null(self._scalars())}, [url]))
 
     def _scalars(self) -> Schema:
         return {"type": "object", "additionalProperties": self._removable(_SCALAR)}
+
+    def _variables(self) -> Schema:
+        names = {} if self._is_patch else {"propertyNames": {"pattern": "^[^=]+$"}}  # a patch removes any name
+        return {**self._scalars(), **names}
 
     def _fault(self, cls: type) -> Schema:
         """Return the schema of a fault; a patch replaces whole lists."""
@@ -155,7 +207,7 @@ class _Form:
     def _foreign(self, table: Table, path: KeyPath) -> Schema:
         """Return the schema of another project's keys, without those that a run sets."""
         keys = {
-            key: self._removable({**self._of_kind(table.kind(key)), **_bounds((*path, key))})
+            key: self._removable({**self._of_kind(table.kind(key)), **_limits((*path, key))})
             for key in table.keys
             if key not in table.refused
         }
@@ -230,16 +282,16 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _described(schema: Schema, description: str, default: Any) -> Schema:
-    """Add a description, unless the schema has its own, and a default that JSON has."""
+    """Add a description without its links, unless the schema has its own, and a default that JSON has."""
     if description:
-        schema = {"description": description, **schema}
+        schema = {"description": _LINK.sub(r"\1", description), **schema}
     is_plain = isinstance(default, bool | int | float | str) and default != ""
     return {**schema, "default": default} if is_plain else schema
 
 
-def _bounds(path: KeyPath) -> Schema:
-    """Return the bounds of the number at a path of RunSpec; they apply to numbers only."""
-    bounds: Schema = {}
+def _limits(path: KeyPath) -> Schema:
+    """Return the shape and the bounds of the value at a path of RunSpec. Each keyword applies to one type only."""
+    bounds: Schema = dict(_SHAPES.get(path, {}))
     if path in MINIMUM:
         minimum, is_exclusive = MINIMUM[path]
         bounds["exclusiveMinimum" if is_exclusive else "minimum"] = minimum

@@ -160,7 +160,7 @@ _SENTENCES: Mapping[type[Event], str] = {
     events.BudgetNeared: "80 % of the budget is spent: {e.spent_usd:.2f} of {e.usd:.2f} USD",
     events.BudgetSet: "The budget is now {e.usd:.2f} USD",
     events.JobRestarted: "{e.node} restarts its job (attempt {e.attempt}): {e.reason}",
-    events.GatewayRestarted: "The gateway has restarted (process {e.boot_id:.8})",
+    events.GatewayRestarted: "The gateway is a new process ({e.boot_id:.8})",
     events.CommandTaken: "The command '{e.kind}' was accepted",
     events.DivergenceCleared: "The possible divergence has passed at step {e.step}",
     events.PitfallFound: "Warning at step {e.step}: {e.advice}",

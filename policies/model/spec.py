@@ -2,6 +2,8 @@
 
 Only data and its defaults. `orchestrator.config` reads YAML, reports lines and checks keys against TRL and vLLM.
 Keys of other projects (`grpo`, `peft`, `vllm`, `resources`) keep those projects' names.
+
+The comments above or behind fields are their descriptions for users, in docs/run-yaml.md and in the JSON Schema.
 """
 
 from __future__ import annotations
@@ -85,49 +87,72 @@ class Dataset:
     path.
     """
 
-    path: str  # a hub name, a folder or a file
-    name: str | None = None  # configuration of a hub dataset
-    split: str = "train"  # the split, in the notation of `datasets`
-    revision: str | None = None  # commit, tag or branch of a hub dataset
-    prompt: str | tuple[dict[str, str], ...] | None = None  # how to make a prompt; None: the rows have a `prompt`
-    streaming: bool = False  # fetch only the rows that the run can use
-    weight: float | None = None  # its share of the prompts of several datasets; None: each of its rows once
+    # A hub name, a folder or a file: `.jsonl`, `.json`, `.csv`, each also as `.gz`, or `.parquet`.
+    path: str
+    name: str | None = None  # Configuration of a hub dataset.
+    split: str = "train"  # The split, in the notation of `datasets`: `train[:100]`.
+    # Commit, tag or branch of a hub dataset; a commit makes the run reproducible.
+    revision: str | None = None
+    # How a prompt is made from a row: a template, messages or a function. Unset: the rows have a column `prompt`.
+    prompt: str | tuple[dict[str, str], ...] | None = None
+    streaming: bool = False  # Read only the first rows, as many as the run can use.
+    weight: float | None = None  # Share of the prompts, among several datasets.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
     """An agent that talks to the policy through an OpenAI client, and the limits of one session.
 
-    `run`: import path of a function `(base_url, api_key, row) -> reward or None`; or a command, which reads
-    OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in GRPO_ORCH_ROW.
+    A command reads OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in GRPO_ORCH_ROW.
     """
 
+    # Import path of a function `(base_url, api_key, row)` that returns a reward or None; or a command, as a list
+    # of strings.
     run: str | tuple[str, ...]
-    python: str | None = None  # the function's interpreter, of an environment of its own; None: the trainer's
-    time_s: float = 600.0  # limit of a session, without the time waiting for the model
-    turns: int = 32  # limit of a session
-    tokens: int | None = None  # limit of all turns together; None: grpo.max_completion_length
-    memory_gb: float | None = None  # limit of each process of a session
+    # Interpreter of the function, relative to the folder of run.yaml. Unset: the trainer's.
+    python: str | None = None
+    time_s: float = 600.0  # Seconds per session, without the time waiting for the model.
+    turns: int = 32  # Requests per session.
+    tokens: int | None = None  # Tokens of all turns together. Unset: `grpo.max_completion_length`.
+    # Address space of each process of a session, in 10^9 bytes. Unset: unlimited.
+    memory_gb: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """The training machine, its model, data and rewards."""
 
-    model: str  # hub name or folder
-    dataset: Dataset | tuple[Dataset, ...]  # the prompts
-    reward_funcs: tuple[str, ...] = ()  # import paths in TRL's signature; optional if an agent rewards
-    reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments, by a function's name
-    eval_dataset: Dataset | tuple[Dataset, ...] | None = None  # scored every `grpo.eval_steps`; never trained on
-    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's keys
-    setup: str = ""  # shell, run once on the machine before the trainer
-    env: dict[str, str] = field(default_factory=dict)  # environment of the trainer process
-    peft: dict[str, Any] | None = None  # LoraConfig keys
-    accelerate: dict[str, Any] | None = None  # an accelerate config file's keys
-    tools: tuple[str, ...] = ()  # import paths of functions that the model may call, in TRL's form
-    environment_factory: str | None = None  # import path of a factory, or of a mapping of factories by name
-    rollout_func: str | None = None  # import path of a function that makes completions, in TRL's signature
-    agent: AgentSpec | None = None  # a program whose conversations with the model are trained on
+    model: str  # A hub name or a folder.
+    # The prompts. A string stands for its `path`; a list combines several datasets.
+    dataset: Dataset | tuple[Dataset, ...]
+    # Import paths of [reward functions](rewards.md), `module.function`; a value with `/` is a reward model.
+    # Required without `agent`; `[]` if the environment has `get_reward`.
+    reward_funcs: tuple[str, ...] = ()
+    # Keyword [arguments](rewards.md) by the function's name without its module.
+    reward_args: dict[str, Any] = field(default_factory=dict)
+    # Held-out prompts in the same form, scored every `grpo.eval_steps` and never trained on.
+    eval_dataset: Dataset | tuple[Dataset, ...] | None = None
+    # SkyPilot's keys, without `ports`. `disk_size`, as `500`, `500GB` or `2TB`, by default [follows from the
+    # model](spot-machines.md#disks).
+    resources: dict[str, Any] = field(default_factory=dict)
+    # Shell script, run once on the machine before the trainer, in the folder of this file, with `python` and `pip`
+    # of the nodes' environment.
+    setup: str = ""
+    # Environment of the trainer process; numbers keep their spelling.
+    env: dict[str, str] = field(default_factory=dict)
+    peft: dict[str, Any] | None = None  # LoraConfig's keys: train an [adapter](#adapters).
+    # Keys of an accelerate config file. Without `num_processes`, one process trains for each GPU in
+    # `resources.accelerators`, with DDP unless another strategy is set. `num_machines` above 1 is refused.
+    accelerate: dict[str, Any] | None = None
+    # Import paths of functions that the model may call ([TRL](trl.md#tools-and-environments)).
+    tools: tuple[str, ...] = ()
+    # Import path of a class or function that creates an [environment](trl.md#tools-and-environments), or of a
+    # mapping of these by a row's `environment`.
+    environment_factory: str | None = None
+    # Import path of a function that makes completions, in TRL's signature; it generates with
+    # `trainer.vllm_generation.generate`.
+    rollout_func: str | None = None
+    agent: AgentSpec | None = None  # An [agent](agents.md); a string stands for its `run`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,23 +162,37 @@ class Replicas:
     With `max` 0 there are none, and the trainer generates itself.
     """
 
-    min: int = 1  # below this, more nodes are requested immediately
-    max: int = 1  # defaults to `min` if that is set; 0: the trainer generates itself
+    min: int = 1  # Below it, nodes are requested immediately.
+    max: int = 1  # Maximum; defaults to `min` if that is set. 0: the trainer generates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
     """The machines that generate."""
 
+    # Number of nodes; a number N stands for `{min: N, max: N}`.
     replicas: Replicas = field(default_factory=Replicas)
-    resources: dict[str, Any] = field(default_factory=dict)  # SkyPilot's; `use_spot`: policies.fleet.market
-    setup: str = ""  # shell, run once on the machine before the node
-    vllm: dict[str, Any] = field(default_factory=dict)  # flags of `vllm serve` without their dashes
-    env: dict[str, str] = field(default_factory=dict)  # environment of the vLLM process
-    deadline_s: float = 3600.0  # how long a generation request may wait, even for an empty fleet
-    recovery: Recovery = "continue"  # what happens to a completion whose node was lost
-    max_staleness: int = 0  # age in steps of the policy that samples, compared with the one that is trained
-    own_generation_after_s: float | None = 300.0  # time without nodes until the trainer generates; None: never
+    # SkyPilot's keys. Without `use_spot`: spot, and on demand [while spot is
+    # unavailable](spot-machines.md#on-demand-fallback); true: spot alone; false: on demand alone.
+    resources: dict[str, Any] = field(default_factory=dict)
+    setup: str = ""  # Shell script, run once on each machine before vLLM.
+    # Flags of `vllm serve` without their dashes. With `load-format`, a node loads the base model's weights before
+    # the first policy.
+    vllm: dict[str, Any] = field(default_factory=dict)
+    # Environment of the vLLM process; numbers keep their spelling. `VLLM_CACHE_ROOT`, `TORCHINDUCTOR_CACHE_DIR` or
+    # `TRITON_CACHE_DIR` keeps compiled code out of the store.
+    env: dict[str, str] = field(default_factory=dict)
+    # Seconds that a generation request may wait without a token and without a node that [makes
+    # progress](spot-machines.md#when-buying-stops).
+    deadline_s: float = 3600.0
+    # A completion whose node was lost continues on another node from its tokens (continue), or starts over with
+    # its seed (exact).
+    recovery: Recovery = "continue"
+    # Completions are generated that many steps ahead, [while the trainer works](staleness.md).
+    max_staleness: int = 0
+    # Seconds without a node after which the trainer [generates](spot-machines.md#generation-by-the-trainer); null:
+    # never.
+    own_generation_after_s: float | None = 300.0
 
 
 # Defaults of `grpo` where windows are sampled from older policies. TRL's own default masks by the ratio of whole
@@ -168,30 +207,35 @@ class OnRollback:
     The sampling seeds are always new: they are derived from the timeline.
     """
 
-    beta_factor: float = 2.0  # of grpo.beta
-    epsilon_factor: float = 0.5  # of grpo.epsilon
-    learning_rate_factor: float = 0.5  # of grpo.learning_rate
-    skip_prompts: bool = True  # skip the prompts from the onset to the trip
+    beta_factor: float = 2.0  # For `grpo.beta`, the weight of the KL term.
+    # For `grpo.epsilon` and, if set, `epsilon_high`, where they have an effect.
+    epsilon_factor: float = 0.5
+    learning_rate_factor: float = 0.5  # For `grpo.learning_rate`.
+    skip_prompts: bool = True  # Replace the prompts of the steps from onset to trip by others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackBudget:
     """How often a run rolls back automatically before it gives up."""
 
-    total: int = 3  # in the whole run
-    recent: int = 2  # within `recent_steps`
-    recent_steps: int = 500  # steps that `recent` looks back
+    total: int = 3  # Rollbacks because of divergence; 0: give up immediately.
+    recent: int = 2  # Of these, within `recent_steps`.
+    recent_steps: int = 500  # Steps of training.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPolicy:
     """The response to divergence. `pause` returns the machines; `alert` journals it and continues."""
 
-    limit: float | None = None  # KL above its initial value; None: judged by the run's history alone
-    task_changes: tuple[int, ...] = ()  # first steps of new tasks, such as the stages of a curriculum
-    action: Literal["rollback", "pause", "alert"] = "rollback"  # what follows a divergence
-    on_rollback: OnRollback = field(default_factory=OnRollback)
-    budget: RollbackBudget = field(default_factory=RollbackBudget)
+    # Also trip when KL rises this far above its initial value; needs `grpo.beta` above 0.
+    limit: float | None = None
+    # The first step of each [new task](detection.md#rules), as in a curriculum.
+    task_changes: tuple[int, ...] = ()
+    # rollback: continue from the newest checkpoint from before the divergence; pause: return the machines until
+    # `grpo-orch rollback`; alert: record an event and continue.
+    action: Literal["rollback", "pause", "alert"] = "rollback"
+    on_rollback: OnRollback = field(default_factory=OnRollback)  # Changes on a rollback.
+    budget: RollbackBudget = field(default_factory=RollbackBudget)  # Number of automatic rollbacks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,36 +245,57 @@ class FleetPolicy:
     Losses follow the time of day; capacity changes within hours. For the deadline see policies.fleet.deadline.
     """
 
-    dead_man_min: float = 30.0  # without daemon and gateway for so long a machine shuts down; 0: never
-    loss_half_life_h: float = 24.0  # of the weight of a pool's observed losses
-    launch_half_life_h: float = 3.0  # of the weight of a pool's observed launches
-    deadline: str | None = None  # when the last step should be done, as 2026-11-30T18:00:00Z
+    # Minutes without contact from the daemon or the gateway after which a machine [shuts itself
+    # down](spot-machines.md#dead-man-switch); 0: never.
+    dead_man_min: float = 30.0
+    # Half-life in hours of losses, and of hours without one, when [a pool is
+    # chosen](spot-machines.md#choice-of-pool).
+    loss_half_life_h: float = 24.0
+    launch_half_life_h: float = 3.0  # Half-life in hours of successful and refused launches.
+    # When the last step [should be done](spot-machines.md#a-deadline), as in `2026-11-30T18:00+01:00`; without a
+    # time zone it is in UTC.
+    deadline: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesSpec:
     """Limits and responses of the controller."""
 
-    kl: KlPolicy = field(default_factory=KlPolicy)
-    fleet: FleetPolicy = field(default_factory=FleetPolicy)
-    boot_timeout_s: float = 900.0  # from the request to the first work; then the machine is replaced
-    on_bad_prompt: OnBadPrompt = "skip"  # what follows a prompt that no node accepts
-    on_bad_reward: OnBadReward = "fail"  # what follows a reward function that raises, hangs or returns no score
-    reward_timeout_s: float = 1800.0  # limit of one call of a reward function, over all of a process's completions
-    trainer_restarts: int = 5  # trainer exits in a row without a step of progress; then the run fails
-    min_completion_length: int | None = None  # when out of memory, shorten completions to this; None: do not
+    kl: KlPolicy = field(default_factory=KlPolicy)  # The response to divergence.
+    fleet: FleetPolicy = field(default_factory=FleetPolicy)  # Automatic management of the fleet.
+    # Maximum seconds from the request to the machine, from there to its first report, and from there without
+    # [progress](spot-machines.md#when-buying-stops); then the machine is replaced.
+    boot_timeout_s: float = 900.0
+    # For a prompt that every serving node refuses, such as one longer than `rollout.vllm.max-model-len`: leave it
+    # out of its step (skip), or fail the run and name it.
+    on_bad_prompt: OnBadPrompt = "skip"
+    # For a reward function [that fails](rewards.md#what-goes-wrong-in-a-function): the completions get no score
+    # from it (none), or the trainer exits (fail). With a `trainer.agent` the default is `none`.
+    on_bad_reward: OnBadReward = "fail"
+    # Maximum seconds of one call of a reward function, for all completions of a process.
+    reward_timeout_s: float = 1800.0
+    # How often in a row the trainer may end without one step of progress before the run fails.
+    trainer_restarts: int = 5
+    # Running out of memory may halve `grpo.max_completion_length`, down to this. Unset: never.
+    min_completion_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsSpec:
     """Which checkpoints the store keeps, by `policies.ledger.retention`, and how they are uploaded."""
 
-    keep_last: int = 3  # the newest checkpoints
-    keep_every_steps: int | None = None  # keep every checkpoint whose step is a multiple
-    keep_rollouts_every_steps: int = 100  # keep a step's stored completions if the step is a multiple
-    spool: str = ""  # folder for uploads; empty: /dev/shm if it has room, else the node's folder
-    spool_gib: float | None = None  # its maximum size; None: half of its free space at the start
-    max_behind_steps: int | None = None  # training waits when the newest stored is this old; None: 10 x save_steps
+    keep_last: int = 3  # Keep the newest N.
+    # Permanently keep checkpoints whose step is a multiple of this.
+    keep_every_steps: int | None = None
+    # Permanently keep the stored completions of steps that are a multiple of this.
+    keep_rollouts_every_steps: int = 100
+    # Folder for uploads on the trainer's machine, as an absolute path. Unset: `/dev/shm` if it has room, else the
+    # node's working folder.
+    spool: str = ""
+    # Maximum size of the spool, in GiB. Unset: half of the free space at the start.
+    spool_gib: float | None = None
+    # Training waits once the store's newest checkpoint is this many steps old. Unset: ten times `grpo.save_steps`.
+    max_behind_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,17 +306,20 @@ class Budget:
     stopped as by `down`.
     """
 
-    usd: float | None = None  # of the whole run
-    usd_per_h: float | None = None  # of all machines together
-    at: Literal["pause", "down"] = "pause"  # what follows when `usd` is reached
+    usd: float | None = None  # Maximum cost of the run. Unset: no limit.
+    usd_per_h: float | None = None  # Maximum cost per hour of all machines together. Unset: no limit.
+    # Once `usd` is reached and everything is stored and returned: pause the run, or stop it as `down` does.
+    at: Literal["pause", "down"] = "pause"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notify:
     """Where the daemon sends notifications; nowhere by default."""
 
-    url_env: tuple[str, ...] = ()  # environment variables of the daemon, each with a (secret) apprise URL
-    command: tuple[str, ...] = ()  # program and arguments; reads the message as JSON from standard input
+    # Environment variables that each hold an [apprise](https://appriseit.com/services/) URL.
+    url_env: tuple[str, ...] = ()
+    # Program and arguments, run without a shell; it reads each message as a line of JSON.
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,12 +330,14 @@ class Rehearsed:
     `gateway`, `trainer`, `daemon`.
     """
 
-    at_step: int  # the fault is injected once the trainer has finished this step
+    # The fault is injected once the trainer has finished this step; below `grpo.max_steps`.
+    at_step: int
     kill: str | None = None  # SIGKILL
-    preempt: str | None = None  # the cloud preempts the machine
-    no_capacity: str | None = None  # the cloud refuses new machines
-    notice_s: float = 0.0  # preempt: from the notice to the end of the machine
-    for_s: float = 3.0  # no_capacity: its duration; kill daemon: time until `resume` is called
+    preempt: str | None = None  # The cloud preempts the machine.
+    no_capacity: str | None = None  # The cloud refuses new machines.
+    notice_s: float = 0.0  # With `preempt`: seconds from the notice to the preemption; 0: no notice.
+    # With `no_capacity`: duration in seconds; with `kill: daemon`: seconds until `resume` is called.
+    for_s: float = 3.0
 
     @property
     def fault(self) -> str:
@@ -283,16 +353,16 @@ class Rehearsed:
 class Prices:
     """Simulated prices of the local cloud in USD an hour; it costs nothing itself."""
 
-    on_demand_usd_per_h: float = 0.0  # of one machine
-    spot_usd_per_h: float = 0.0  # of one machine
+    on_demand_usd_per_h: float = 0.0  # USD per hour, on demand.
+    spot_usd_per_h: float = 0.0  # USD per hour, spot.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedPrices:
     """Prices of the machines of each role."""
 
-    trainer: Prices = field(default_factory=Prices)  # of the trainer's machine
-    rollout: Prices = field(default_factory=Prices)  # of each rollout node
+    trainer: Prices = field(default_factory=Prices)  # Of the trainer's machine.
+    rollout: Prices = field(default_factory=Prices)  # Of each rollout node.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,20 +377,24 @@ class Rehearsal:
 class RunSpec:
     """A whole run."""
 
-    name: str
-    storage: str  # the store's URL; the run is this prefix
-    trainer: TrainerSpec
-    grpo: dict[str, Any]  # GRPOConfig keys
-    rollout: RolloutSpec = field(default_factory=RolloutSpec)
-    policies: PoliciesSpec = field(default_factory=PoliciesSpec)
+    name: str  # 1 to 40 lower-case letters, digits and dashes; part of machine names.
+    # The run's [store](store.md): a folder (refused with `cloud: sky`), a URL or a [mapping](#storage).
+    storage: str
+    trainer: TrainerSpec  # The training machine.
+    grpo: dict[str, Any]  # TRL's GRPOConfig.
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)  # The rollout machines.
+    policies: PoliciesSpec = field(default_factory=PoliciesSpec)  # Limits and responses of the controller.
+    # Which checkpoints the store keeps, and how they are uploaded.
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
-    budget: Budget = field(default_factory=Budget)
-    notify: Notify = field(default_factory=Notify)
-    metrics_port: int | None = None  # for Prometheus, on the daemon's machine; None: no metrics
-    secrets: tuple[str, ...] = ()  # environment variables passed to the nodes; their values are never stored
-    cloud: Literal["local", "sky"] = "local"  # this machine, or machines that SkyPilot buys
-    rehearse: Rehearsal | None = None  # faults and prices with which the local cloud simulates a real one
-    workdir: str = ""  # the folder of run.yaml, for relative paths and reward modules
+    budget: Budget = field(default_factory=Budget)  # Limits of the run's cost.
+    notify: Notify = field(default_factory=Notify)  # Where notifications are sent.
+    # Port of 127.0.0.1 for [Prometheus](monitoring.md#prometheus-and-grafana) metrics of the daemon.
+    metrics_port: int | None = None
+    secrets: tuple[str, ...] = ()  # [Environment variables](#secrets) for the code on the machines.
+    # Run processes on this machine, or buy machines with SkyPilot.
+    cloud: Literal["local", "sky"] = "local"
+    rehearse: Rehearsal | None = None  # Faults and prices with which the local cloud simulates a real one.
+    workdir: str = ""  # Set by the loader: the folder of run.yaml, for relative paths and reward modules.
 
 
 def datasets_of(datasets: Dataset | tuple[Dataset, ...] | None) -> tuple[Dataset, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +15,13 @@ COMMAND = (sys.executable, "-m", "grpo_orch")
 TIMEOUT_S = 60
 
 
-def in_terminal(words: list[str], folder: Path, env: Mapping[str, str], *, keys: str = "") -> tuple[int, str]:
-    """Return the exit code and the output on a terminal; `keys` are typed at the start."""
+def in_terminal(
+    words: list[str], folder: Path, env: Mapping[str, str], *, keys: str = "", until: str = ""
+) -> tuple[int, str]:
+    """Return the exit code and the output on a terminal.
+
+    `keys` are typed at the start. Once the output has `until`, Ctrl-C is pressed.
+    """
     ours, theirs = pty.openpty()
     os.write(ours, keys.encode())
     process = subprocess.Popen(
@@ -28,6 +34,9 @@ def in_terminal(words: list[str], folder: Path, env: Mapping[str, str], *, keys:
     try:
         while part := os.read(ours, 65536):
             output += part
+            if until and until.encode() in output:
+                process.send_signal(signal.SIGINT)
+                until = ""
     except OSError:  # the terminal's last process has ended
         pass
     finally:

@@ -44,7 +44,7 @@ def test_installed_once_and_updated_with_the_wheel(capsys: pytest.CaptureFixture
     machine = InstallerStandIn(gpus="GPU 0: an L4\n")
     ensure_node_env(machine, yes=True)
     assert node_python() == str(node_env_folder() / "bin" / "python")
-    assert "for NVIDIA GPUs: 4.2 GB to download, 8.5 GB of disk" in capsys.readouterr().out
+    assert "for NVIDIA GPUs: 4.1 GB to download, an estimated 8.5 GB of disk" in capsys.readouterr().out
     package = machine.ran[1].rpartition(" grpo-orch")[2]
     assert package.startswith("[node] @ file:///")
     assert package.endswith(f"/{wheel_digest()}/grpo_orch-0.1.0-py3-none-any.whl")

@@ -23,6 +23,7 @@ from grpo_orch.orchestrator.cli.doctor import (
     is_usable,
     temporary_credentials,
 )
+from grpo_orch.orchestrator.cli.options import console
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.policies.model.spec import RunSpec
@@ -250,3 +251,17 @@ def test_damaged_checkpoints_are_reported_before_they_are_needed(run_yaml: Path,
     assert damaged["details"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
     store.delete([one.key for one in blobs])
     assert found()["needed"], "no restart would find a whole one"
+
+
+def test_remedies_are_printed_in_full(
+    run_yaml: Path, grpo_orch: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of what a run does not need: the first `doctor` of a newcomer has no run."""
+    monkeypatch.setattr(doctor, "skypilot_version", lambda: None)
+    lines = grpo_orch("doctor", str(run_yaml)).out.splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines if "SkyPilot" in line] == [INSTALL]
+    monkeypatch.setattr(console, "width", 60)
+    doctor._print([Finding("cloud gcp", False, False, "x" * 100), Finding("SkyPilot", False, False, INSTALL)])
+    cut, whole = capsys.readouterr().out.splitlines()
+    assert len(cut) == 60
+    assert whole.endswith(INSTALL)

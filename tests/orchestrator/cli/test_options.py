@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from grpo_orch.orchestrator.cli import COMMANDS, app
 from grpo_orch.orchestrator.cli.examples import EXAMPLES
@@ -60,25 +59,6 @@ def test_exit_codes_are_in_the_help_and_documented(monkeypatch: pytest.MonkeyPat
     lines = [line.strip() for line in grpo_orch("--help").out.splitlines() if line.strip()]
     shown = lines[lines.index("Exit codes:") + 1 :]
     assert shown == [f"{code:3}  {meaning}".strip() for code, meaning in EXIT_CODES.items()]
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("ro", ["rollback"]),
-        ("init --recipe ti", ["tiny"]),
-        ("checkpoints ex", ["export"]),
-        ("up --de", ["--detach"]),
-        ("status -o j", ["json"]),
-        ("rollback --set bet", ["beta="]),
-        ("simulate --climate st", ["storms"]),
-        ("validate run", []),  # then the shell completes files
-    ],
-)
-def test_shell_completes(typed: str, completed: list[str]) -> None:
-    words = f"grpo-orch {typed}"
-    env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_GRPO_ORCH_COMPLETE": "complete_bash"}
-    assert CliRunner().invoke(app, [], env=env, prog_name="grpo-orch").stdout.split() == completed
 
 
 def test_misspelled_command_is_suggested(grpo_orch: Cli) -> None:

@@ -1,30 +1,33 @@
-"""docs/trl.md against TRL's own lists: each field in one row, and each test that a row names is there."""
+"""docs/trl_fields.py, of which docs/trl.md is made: each test that a row names exists."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from docs import trl_fields
+from docs.trl_fields import ARGUMENTS, FIELDS, Row, field_rows
 from grpo_orch.orchestrator.config.foreign_keys import grpo_table
 
 TESTS = Path(__file__).parents[2]
-PAGE = (TESTS.parent / "docs" / "trl.md").read_text()
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")
-]
-FIELDS = [(name, row[1]) for row in ROWS[14:] for name in re.findall(r"`(\w+)`", row[0])]
-
-
-def test_every_field_is_in_one_row() -> None:
-    assert sorted(name for name, _ in FIELDS) == sorted(grpo_table().keys)
-
-
-def test_refused_arguments_are_documented_as_refused() -> None:
-    assert {name for name, state in FIELDS if state == "refused"} == set(grpo_table().refused)
 
 
 def test_every_named_test_exists() -> None:
-    named = re.findall(r"`(node/[\w/]+\.py)(?:::(\w+))?`", PAGE)
+    details = " ".join(row.details for row in (*ARGUMENTS, *FIELDS))
+    named = re.findall(r"`(node/[\w/]+\.py)(?:::(\w+))?`", details)
     assert len(named) > 10
     for file, test in named:
         assert f"def {test}(" in (TESTS / file).read_text() or not test, (file, test)
+
+
+def test_every_field_is_in_one_row() -> None:
+    assert sorted(" ".join(row.names for row in field_rows()).split()) == sorted(grpo_table().keys)
+
+
+@pytest.mark.parametrize("names", ["no_such_field", "learning_rate", "use_vllm"])
+def test_unknown_second_and_refused_fields_fail(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_fields, "FIELDS", (*FIELDS, Row(names, "works")))
+    with pytest.raises(ValueError, match=names):
+        list(field_rows())

@@ -20,6 +20,7 @@ from grpo_orch.policies.model.events import (
     DivergenceCleared,
     Event,
     Exported,
+    GatewayRestarted,
     JobExited,
     NodeMoved,
     NodeRequested,
@@ -36,6 +37,7 @@ from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World
 OUT_OF_MEMORY = Fork(3, "0-5", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
 EFFECTS = {"per_device_train_batch_size": "the same", "gradient_accumulation_steps": "the same", "beta": "other"}
 SAMPLES: list[tuple[Event, str]] = [
+    (GatewayRestarted("f126b88146738663"), "The gateway is a new process (f126b881)"),  # also a run's first
     (
         NodeRequested("rollout-1-i1", Role.ROLLOUT, "rollout-1", 1, Market.SPOT, "first", 4.0),
         "rollout-1-i1 was requested on spot, for at most 4.00 USD an hour: first",
