@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S
+from tests.e2e.tiny import DRIFT, NODE_PYTHON, RUN_TIMEOUT_S
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
+
+STEPS = 60
 
 
 def test_demo_survives_its_five_faults(tmp_path: Path) -> None:
@@ -28,5 +30,7 @@ def test_demo_survives_its_five_faults(tmp_path: Path) -> None:
     output = grpo_orch("demo")
     report = json.loads(grpo_orch("report", "grpo-orch-demo/run.yaml", "-o", "json"))
     assert (report["phase"], report["faults_survived"]) == ("finished", 5), report["faults"]
+    assert report["steps"] == STEPS
+    assert report["sampling_logp_difference_max"] < DRIFT
     assert (tmp_path / "grpo-orch-demo" / "plot.png").exists()
     assert "grpo-orch report grpo-orch-demo/run.yaml" in output
