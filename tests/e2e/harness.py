@@ -41,6 +41,7 @@ class Run:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = folder / file
+        self._state, self._number = RunState(), 0
         # Of this test alone, also beside another process's of the same name: `end` kills by it.
         name = f"{folder.parent.parent.name}-{folder.parent.name}"
         self.url = (folder / "store").as_uri() if server is None else server.url(name)
@@ -64,7 +65,10 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        return journal.recover(self.store).state
+        """The run's state now. Tests look often: only entries that are new since the last look are read."""
+        if records := journal.read(self.store, self._number):
+            self._number, self._state = records[-1].number, journal.advance(self._state, records)
+        return self._state
 
     @property
     def daemon_pid(self) -> int:
