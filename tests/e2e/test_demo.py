@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tiny import DRIFT, NODE_PYTHON, RUN_TIMEOUT_S
+from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
 STEPS = 60
+OTHER_WEIGHTS = 0.01  # in the log-probability of a token; the weights of the step before differ by more
 
 
 def test_demo_survives_its_five_faults(tmp_path: Path) -> None:
@@ -31,6 +32,6 @@ def test_demo_survives_its_five_faults(tmp_path: Path) -> None:
     report = json.loads(grpo_orch("report", "grpo-orch-demo/run.yaml", "-o", "json"))
     assert (report["phase"], report["faults_survived"]) == ("finished", 5), report["faults"]
     assert report["steps"] == STEPS
-    assert report["sampling_logp_difference_max"] < DRIFT
+    assert report["sampling_logp_difference_max"] < OTHER_WEIGHTS
     assert (tmp_path / "grpo-orch-demo" / "plot.png").exists()
     assert "grpo-orch report grpo-orch-demo/run.yaml" in output
