@@ -11,7 +11,7 @@ LOCKS := tasks/sky/locks
 # Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo wheel test test-all test-long test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo wheel test test-all test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -130,9 +130,9 @@ wheel:
 
 # What a person runs after a change, in two processes more than there are cores, for half of their time tests wait: for
 # processes that start or end, for servers, for clocks. What shares one server shares a process (tests/conftest.py). The
-# markers: pyproject.toml. Whole runs go two files beside each other: they start most of what they wait for themselves.
-# What hangs past every limit of its own says where, and ends, before CI is cut off: the longest test takes two minutes.
-# A process that ended so is not replaced: xdist was seen to wait for ever after that.
+# markers: pyproject.toml. Of the whole runs two files run in parallel: each takes more than one core, most of it for the
+# imports of torch and vLLM. A test that hangs prints a traceback and fails before CI kills the job; the longest takes
+# eight minutes. The process of such a test is not replaced: xdist was seen to wait forever after that.
 PYTEST := python -m pytest --durations=12 -o faulthandler_timeout=1500 -o faulthandler_exit_on_timeout=true \
 	--max-worker-restart=0
 LONG := slow or ceph or root
@@ -143,13 +143,11 @@ test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
 	$(WHOLE_RUNS) -m 'whole and not ($(LONG))'
 
-# Everything there is but the soak.
-test-all: test test-long
-
-# What `make test` leaves out.
-test-long: test-node env node-env openenv-env test-packages
-	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
-	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
+# Everything but the soak. Three runs of pytest: at the end of each, processes wait for the last test.
+test-all: env node-env openenv-env sandbox compiler test-packages
+	$(SIDE_BY_SIDE) -m 'not (whole or soak)'
+	$(MAKE) test-node
+	$(WHOLE_RUNS) -m whole
 
 test-node: node-env compiler sandbox
 	$(NODE)/$(PYTEST) tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.rig.local_run import ROOT, make_tiny
+from benchmarks.rig.local_run import ROOT
 from benchmarks.rig.managed_job import ManagedJob
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json
@@ -136,11 +136,10 @@ def strike_managed(rig: SkyRig, run: SkyRun, job: ManagedJob) -> dict[str, float
 
 def measure(base: Path, seconds: dict[str, dict[str, float]]) -> None:
     """Put into `seconds` what each fault took. Raises AssertionError at one that takes too long."""
-    make_tiny(base / "tiny")
     (base / "run").mkdir()
     with SkyRig(image(ROOT / "build")) as rig:
         job = ManagedJob(rig)
-        run = SkyRun(rig, base / "run", base / "tiny")
+        run = SkyRun(rig, base / "run")
         with console.status("three machines are bought"):
             run.up()
             run.serving(*SLOTS)

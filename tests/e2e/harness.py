@@ -9,10 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import yaml
@@ -23,7 +22,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds.local import carries_mark, kill_all, machine_record, marked_processes
 from grpo_orch.policies.model.node_contract import MACHINE
 from grpo_orch.policies.model.state import RunState
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.rigs.store.server import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +41,7 @@ class Run:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = folder / file
+        self._state, self._number = RunState(), 0
         # Of this test alone, also beside another process's of the same name: `end` kills by it.
         name = f"{folder.parent.parent.name}-{folder.parent.name}"
         self.url = (folder / "store").as_uri() if server is None else server.url(name)
@@ -65,7 +65,10 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        return journal.recover(self.store).state
+        """The run's state now. Tests look often: only entries that are new since the last look are read."""
+        if records := journal.read(self.store, self._number):
+            self._number, self._state = records[-1].number, journal.advance(self._state, records)
+        return self._state
 
     @property
     def daemon_pid(self) -> int:
@@ -128,18 +131,30 @@ class Run:
 
     def until(self, what: str, wanted: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         """Wait until `wanted()`; on time-out, fail with what the daemon's log says last."""
-        deadline_s = time.monotonic() + timeout_s
-        while not wanted():
-            if time.monotonic() > deadline_s:
-                raise AssertionError(f"{what}: not within {timeout_s} s\n{self.last_words()}")
-            time.sleep(0.05)
+        until(what, wanted, timeout_s, self.last_words)
 
     def last_words(self, lines: int = 15) -> str:
         logs = sorted(Path(self.env["GRPO_ORCH_HOME"]).glob("*/**/*log"))
         return "\n".join(f"--- {log}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
 
+    @contextlib.contextmanager
+    def up(self) -> Iterator[Self]:
+        """Start the run for the block, and take everything down at its end, however far the test came."""
+        try:
+            self.cli("up", str(self.yaml), "-y", "-d")
+            yield self
+        finally:
+            self.end()
+
+    @contextlib.contextmanager
+    def edited(self) -> Iterator[dict[str, Any]]:
+        """Change the run.yaml: what it holds, to be changed in the block."""
+        spec = yaml.safe_load(self.yaml.read_text())
+        yield spec
+        self.yaml.write_text(yaml.safe_dump(spec))
+
     def end(self) -> None:
-        """Take everything down, however far the test came."""
+        """Take everything down."""
         kill(self._own_daemons())
         for folder in Path(self.env["GRPO_ORCH_HOME"]).glob("*/machines/*"):
             kill_all(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.e2e.tiny import TINY
+from tests.e2e.tiny import TINY, make_tiny
 from tests.rigs.sky.rig import Instance, SkyRig
 
 BUCKET = "runs"
@@ -34,10 +33,10 @@ LAST_LINES = 40
 class SkyRun:
     """The tiny example in a folder of its own, on spot machines of the rig."""
 
-    def __init__(self, rig: SkyRig, folder: Path, tiny: Path, **changes: Any) -> None:
+    def __init__(self, rig: SkyRig, folder: Path, **changes: Any) -> None:
         self._rig = rig
         self._folder = folder
-        shutil.copytree(tiny, folder / "build")
+        make_tiny(folder / "build")
         (folder / "rewards.py").write_text((TINY / "rewards.py").read_text() + PACED)
         with rig.inside():
             rig.client("s3").create_bucket(Bucket=BUCKET)

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from grpo_orch.checkpoint.records import documents, rollouts
 from grpo_orch.checkpoint.records.evaluations import ScoredSample
@@ -22,7 +21,7 @@ from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.orchestrator.clouds.local import marked_processes
 from grpo_orch.policies.model import exit_codes
 from tests.e2e.harness import Run, kill
-from tests.e2e.tiny import RUN_TIMEOUT_S, finish, make_tiny, tiny_run
+from tests.e2e.tiny import RUN_TIMEOUT_S, finish, tiny_run
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
@@ -36,16 +35,13 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_evaluation_on_two_nodes_survives_a_killed_node(tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path / "tiny")
+def test_evaluation_on_two_nodes_survives_a_killed_node(tiny: Path, tmp_path: Path) -> None:
     changes = {**LONG, "max_steps": STEPS, "save_steps": STEPS, "eval_strategy": "no"}
     run = tiny_run(tmp_path / "run", tiny, replicas=2, **changes)
-    spec = yaml.safe_load(run.yaml.read_text())
-    spec["rollout"]["vllm"]["max-num-seqs"] = 4
-    run.yaml.write_text(yaml.safe_dump(spec))
+    with run.edited() as spec:
+        spec["rollout"]["vllm"]["max-num-seqs"] = 4
     command = ("eval", run.url, "--dataset", str(tiny / "prompts.jsonl"), "--rows", f"{ROWS}", "-y")
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
+    with run.up():
         finish(run)
         run.cli(*command, "--step", "7", code=exit_codes.USAGE)
 
@@ -62,8 +58,6 @@ def test_evaluation_on_two_nodes_survives_a_killed_node(tmp_path: Path) -> None:
         (base,) = generated(killed)
         assert {one.node for one in base.completions} - {node}, "others went on with what it had"
         assert samples(killed, "base") == samples(store, "base")
-    finally:
-        run.end()
 
 
 def base_with_a_kill(run: Run, *command: str) -> tuple[str, Store]:

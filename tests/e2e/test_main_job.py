@@ -1,6 +1,6 @@
 """The main job, short: TRL, two vLLM servers on CPU or none, the gateway, kills and a resume, on files.
 
-`test_training.py` kills everything there is, on an S3 store.
+`test_training.py` kills everything there is, with windows ahead and on an S3 store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import kill
-from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, make_tiny, reach, tiny_run
+from tests.e2e.tiny import check_healthy, final_weights, finish, kill_trainer, reach, tiny_run
 
 pytestmark = pytest.mark.whole
 
@@ -21,18 +21,17 @@ STEPS = 20
 
 
 @pytest.mark.parametrize("replicas", [2, 0], ids=["nodes generate", "the trainer generates"])
-def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path, replicas: int) -> None:
-    tiny = make_tiny(tmp_path / "tiny")
+def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tiny: Path, tmp_path: Path, replicas: int) -> None:
     changes: dict[str, Any] = {"max_steps": STEPS, "save_steps": 4, "eval_steps": STEPS}
     calm = tiny_run(tmp_path / "calm", tiny, replicas=min(replicas, 1), **changes)
     run = tiny_run(tmp_path / "run", tiny, replicas=replicas, **changes)
-    try:
-        for one in (calm, run):  # beside each other: they wait for processes that start
-            one.cli("up", str(one.yaml), "-y", "-d")
+    with calm.up(), run.up():  # in parallel: they wait for processes that start
         reach(run, 2)
         if replicas:
             kill(run.pids("rollout-0-i1"))  # a whole machine, without a word
-        reach(run, 5)
+            reach(run, 4)
+            os.kill(run.pid("trainer-0-i1", "grpo_orch.orchestrator.gateway"), signal.SIGKILL)
+        reach(run, 6)
         kill_trainer(run)
         os.kill(run.daemon_pid, signal.SIGKILL)
         run.cli("resume", run.url, "-d")
@@ -45,6 +44,3 @@ def test_kills_and_a_resume_lose_no_step_and_change_no_weight(tmp_path: Path, re
         assert report["restarts"]["trainer-0"] == 1
         assert final_weights(run, STEPS) == final_weights(calm, STEPS)
         assert replicas or not run.store.entries("policies")
-    finally:
-        calm.end()
-        run.end()

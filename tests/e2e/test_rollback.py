@@ -28,7 +28,7 @@ from grpo_orch.policies.model.events import (
 )
 from grpo_orch.policies.model.timelines import Fork
 from tests.e2e.harness import Run
-from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S, TINY, finish, make_tiny
+from tests.e2e.tiny import NODE_PYTHON, RUN_TIMEOUT_S, TINY, finish
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
 
@@ -95,21 +95,13 @@ def kill(run: Run, *names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A run that diverges and is taken back, which nobody disturbs."""
     run = runaway(tmp_path_factory.mktemp("undisturbed") / "run", tiny)
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
+    with run.up():
         finish(run)
         check(run)
         return outcome(run)
-    finally:
-        run.end()
 
 
 def check(run: Run) -> None:
@@ -148,8 +140,7 @@ def test_diverging_run_rolls_back_and_ends_healthy(undisturbed: Outcome) -> None
 
 def test_kills_at_each_rollback_stage_end_the_same(undisturbed: Outcome, tiny: Path, tmp_path: Path) -> None:
     run = runaway(tmp_path / "run", tiny)
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
+    with run.up():
         for stage in STAGES:
             reach(run, stage)
             kill(run, *PROCESSES)
@@ -157,5 +148,3 @@ def test_kills_at_each_rollback_stage_end_the_same(undisturbed: Outcome, tiny: P
         check(run)
         assert outcome(run) == undisturbed
         assert run.state.epoch > len(STAGES)
-    finally:
-        run.end()

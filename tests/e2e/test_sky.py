@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.sky_harness import SkyRun
-from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow]
@@ -26,8 +25,7 @@ SLOTS = ("trainer-0", "rollout-0", "rollout-1")
 
 @pytest.fixture(scope="module")
 def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
-    folder = tmp_path_factory.mktemp("sky")
-    return SkyRun(sky_rig, folder, make_tiny(tmp_path_factory.mktemp("tiny")))
+    return SkyRun(sky_rig, tmp_path_factory.mktemp("sky"))
 
 
 def test_up_buys_a_trainer_on_demand_and_rollout_nodes_on_spot(run: SkyRun) -> None:

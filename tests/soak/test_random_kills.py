@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.harness import Run
-from tests.e2e.tiny import DRIFT, IN_PARTS, check_healthy, final_weights, finish, make_tiny, tiny_run
+from tests.e2e.tiny import DRIFT, IN_PARTS, check_healthy, final_weights, finish, tiny_run
 
 pytestmark = pytest.mark.soak
 
@@ -31,8 +31,7 @@ def victims(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_random_kills_change_no_weight(max_staleness: int, tmp_path: Path) -> None:
-    tiny = make_tiny(tmp_path / "tiny")
+def test_random_kills_change_no_weight(max_staleness: int, tiny: Path, tmp_path: Path) -> None:
     expected = weights_after(tmp_path / "undisturbed", tiny, max_staleness, 0, random.Random())
     for seed in SEEDS:
         print(f"SEED={seed}")
@@ -43,8 +42,7 @@ def test_random_kills_change_no_weight(max_staleness: int, tmp_path: Path) -> No
 def weights_after(folder: Path, tiny: Path, max_staleness: int, kills: int, rng: random.Random) -> str:
     """The weights that a run ends with in which so many processes were killed, with two windows a step."""
     run = tiny_run(folder, tiny, replicas=2, max_staleness=max_staleness, **IN_PARTS)
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
+    with run.up():
         for _ in range(kills):
             time.sleep(rng.uniform(0.0, PAUSE_MAX_S))
             if not run.state.nodes:
@@ -56,5 +54,3 @@ def weights_after(folder: Path, tiny: Path, max_staleness: int, kills: int, rng:
         finish(run)
         check_healthy(run, drift=math.inf if max_staleness else DRIFT)
         return final_weights(run)
-    finally:
-        run.end()

@@ -17,8 +17,7 @@ from tests.e2e.test_rollback import (
     outcome,
     reach,
     runaway,
-    tiny,  # noqa: F401  # pytest finds it here
-    undisturbed,  # noqa: F401  # and this
+    undisturbed,  # noqa: F401  # pytest finds it here
 )
 from tests.e2e.tiny import RUN_TIMEOUT_S, finish
 
@@ -29,24 +28,21 @@ pytestmark = pytest.mark.soak
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_process_killed_at_one_stage_ends_the_same(
     undisturbed: Outcome,  # noqa: F811
-    tiny: Path,  # noqa: F811
+    tiny: Path,
     tmp_path: Path,
     stage: type[Event],
     process: str,
 ) -> None:
     run = runaway(tmp_path / "run", tiny)
-    try:
-        run.cli("up", str(run.yaml), "-y", "-d")
+    with run.up():
         reach(run, stage)
         kill(run, process)
         finish(run)
         check(run)
         assert outcome(run) == undisturbed
-    finally:
-        run.end()
 
 
-def test_run_without_budget_gives_up_and_keeps_healthy_weights(tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_run_without_budget_gives_up_and_keeps_healthy_weights(tiny: Path, tmp_path: Path) -> None:
     run = runaway(tmp_path / "run", tiny, budget={"total": 0})
     try:
         told = run.cli("up", str(run.yaml), "-y", code=exit_codes.GAVE_UP, timeout_s=RUN_TIMEOUT_S)

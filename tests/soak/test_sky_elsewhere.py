@@ -14,7 +14,6 @@ import pytest
 
 from grpo_orch.policies.model import exit_codes
 from tests.e2e.sky_harness import SkyRun
-from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.home import make_home
 from tests.rigs.sky.rig import SkyRig
 from tests.rigs.sky.sweep import ssh_sockets, user_id
@@ -32,7 +31,7 @@ def logs(state: Path) -> list[str]:
 def test_machines_work_new_ones_join_and_all_are_returned(
     sky_rig: SkyRig, sky_image: Path, tmp_path: Path
 ) -> None:
-    run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"))
+    run = SkyRun(sky_rig, tmp_path)
     run.up()
     run.serving(*SLOTS)
     run.stepped()

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from tests.e2e.sky_harness import SkyRun
-from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
 
 pytestmark = pytest.mark.soak
@@ -22,7 +21,7 @@ NODES = ("rollout-0-i1", "trainer-0-i1")
 @pytest.fixture(scope="module")
 def run(sky_rig: SkyRig, tmp_path_factory: pytest.TempPathFactory) -> SkyRun:
     folder = tmp_path_factory.mktemp("remote")
-    made = SkyRun(sky_rig, folder, make_tiny(tmp_path_factory.mktemp("tiny")))
+    made = SkyRun(sky_rig, folder)
     spec = yaml.safe_load((folder / "run.yaml").read_text())
     spec["rollout"]["replicas"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(spec))

@@ -13,7 +13,6 @@ import pytest
 from grpo_orch.checkpoint.records.metrics import REPLAYED, MetricsRow
 from grpo_orch.checkpoint.store.codec import from_json
 from tests.e2e.sky_harness import BUCKET, SkyRun
-from tests.e2e.tiny import make_tiny
 from tests.rigs.sky.rig import SkyRig
 
 pytestmark = pytest.mark.soak
@@ -31,7 +30,7 @@ def rows(rig: SkyRig) -> list[MetricsRow]:
 
 
 def test_new_trainer_machine_resumes_from_newest_checkpoint(sky_rig: SkyRig, tmp_path: Path) -> None:
-    run = SkyRun(sky_rig, tmp_path, make_tiny(tmp_path / "tiny"), max_steps=STEPS)
+    run = SkyRun(sky_rig, tmp_path, max_steps=STEPS)
     run.up()
     run.until(f"step {LOST_AT}", lambda: run.status()["step"] >= LOST_AT)
     assert run.status()["checkpoint"]["version"] == f"0-{SAVED_AT}"

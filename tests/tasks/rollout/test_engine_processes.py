@@ -1,6 +1,6 @@
 """A machine that is told of two GPUs: its real agent, a real gateway, and a process tree for each engine.
 
-The GPUs are a stand-in, names that no driver knows, and so is vLLM: `tests/e2e/test_two_engines.py` has real
+The GPUs are a stand-in, names that no driver knows, and so is vLLM: `tests/e2e/test_training.py` has real
 ones.
 """
 
