@@ -78,6 +78,7 @@ class Gateway:
                 web.post("/members/{node}", self._announce),
                 web.post(f"{JOINING}/{{node}}", self._update_stage),
                 web.get("/members", self._list),
+                web.get("/events", self._events),
                 web.delete("/members/{node}", self._remove),
                 web.post("/members/{node}/drain", self._drain),
                 web.put(f"{SESSIONS}/{{session}}", self._open),
@@ -206,6 +207,10 @@ class Gateway:
         members, policy = self.members, self.members.wanted
         wanted = None if policy is None else policy.label
         return _json({"policy": wanted, "members": describe(members.status(), members.changes, wanted)})
+
+    async def _events(self, _: web.Request) -> web.Response:
+        """Return the last 64 membership changes with their reasons."""
+        return _json({"changes": self.members.changes})
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Send a node no new requests; it leaves after its running ones. A joining node drains once it joins."""

@@ -17,6 +17,7 @@ import pytest
 from grpo_orch.orchestrator.gateway.__main__ import GC_OBJECTS
 from grpo_orch.orchestrator.gateway.surface.admission import Prompt
 from grpo_orch.orchestrator.gateway.surface.batch import PROMPT_TOKEN_SIZE, BatchRun
+from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Announce, Batch, BatchLine, CompletionRequest, PolicyRef, Sample
 from grpo_orch.tasks.completions.gateway_client import body_of
 from tests.budget import HANG_S
@@ -67,6 +68,14 @@ def node_in_a_thread() -> Iterator[FakeVllm]:
     finally:
         over.set()
         thread.join()
+
+
+class Patient(SilenceLimits):
+    """Does not ask whether a member lives that is silent on a busy machine."""
+
+    __slots__ = ()
+
+    soft_s = HANG_S  # type: ignore[misc]
 
 
 class Lag:
@@ -122,6 +131,7 @@ def largest_share(body: bytes) -> float:
             await world.members.announce("a", Announce(node.boot_id, node.address, POLICY.label, AT_A_TIME))
 
     async def story(world: World) -> None:
+        world.limits = Patient
         with node_in_a_thread() as node:
             announcing = asyncio.ensure_future(announce(world, node))
             await world.until(lambda: world.members.table.members)

@@ -122,6 +122,49 @@ def test_full_engine_gets_no_more_than_it_runs(word: EngineStats | None, allowed
     assert table.members[0].allowed == min(allowed + 1, 1000)
 
 
+def test_failed_request_costs_one_place_and_failed_member_all() -> None:
+    table = Membership()
+    eased_in(table, "a")
+    term = table.members[0].term
+    for _ in range(100):
+        table.request_started("a", ONE)
+    table.suspect("a", term, "reset")
+    assert table.members[0].allowed == 99
+    for _ in range(100):
+        table.request_finished("a", term, ONE, got_token=True)
+        table.suspect("a", term, "reset")
+    assert table.members[0].allowed == EASE_IN_REQUESTS
+    table.suspect("a", term, "stands still", whole=True)
+    assert table.members[0].allowed == 1
+
+
+def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
+    table = Membership()
+    for node in ("a", "b"):
+        eased_in(table, node)
+    stuck, well = table.members
+
+    def chosen() -> str | None:
+        row = choose(table)
+        return None if row is None else row.node
+
+    def a_hangs() -> None:
+        table.suspect("a", stuck.term, "no token", whole=True)
+        table.announce("a", say("boot-a", max_requests=1000), 0.1)
+
+    a_hangs()
+    table.request_started("b", Load("p", 9))
+    assert chosen() == "b"
+    while well.free_slots:
+        table.request_started("b", ONE)
+    assert chosen() == "a"
+    table.first_token("a", stuck.term, ONE)
+    assert not stuck.is_stuck
+    a_hangs()
+    table.announce("a", say("boot-a", "0-2"), 0.2)
+    assert not stuck.is_stuck
+
+
 def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
     table = Membership()
     eased_in(table, "a")

@@ -31,6 +31,7 @@ ENDPOINTS = (
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("GET", "/members"),
+    ("GET", "/events"),
     ("GET", "/v1/models"),
     ("POST", COMPLETIONS),
     ("POST", CHAT),
