@@ -38,7 +38,7 @@ from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.policies.costs.steps import optimum, shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of
-from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_sentence, size_summary
+from grpo_orch.policies.fleet.objective import hourly_prices, rollouts_wanted, size_summary
 from grpo_orch.policies.model.breaker import probe_wait_s
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.spec import RunSpec, generates_itself
@@ -151,9 +151,8 @@ def _fleet(spec: RunSpec, state: RunState, rows: Sequence[MetricsRow]) -> FleetV
         reason = "prices are not known: the maximum in run.yaml"
         return FleetView(nodes, shape.fixed_s, shape.generation_node_s, None, reason)
     cheapest = optimum(shape, prices)
-    reason = f"{size_sentence(spec, state, shape)}; {size_summary(shape, prices)}"
     exact = None if math.isinf(cheapest) else cheapest  # JSON has no infinity
-    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, reason)
+    return FleetView(nodes, shape.fixed_s, shape.generation_node_s, exact, size_summary(shape, prices))
 
 
 def _deadline(reader: Reader, heartbeat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:

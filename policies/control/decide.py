@@ -62,25 +62,15 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 
 def control_fleet(tick: Tick) -> None:
     """Run market, plan and reconcile for a live run; otherwise release all machines."""
+    snapshot, spec = tick.snapshot, tick.spec
     if tick.state.phase in LIVE_RUN:
         replace_overdue(tick)
-        _plan_fleet(tick)
-    if tick.state.phase not in LIVE_RUN:
-        is_affordable = not Spending(tick.state, tick.snapshot, tick.spec).exceeded()
-        release_machines(tick, is_affordable=is_affordable)
-
-
-def _plan_fleet(tick: Tick) -> None:
-    snapshot, spec = tick.snapshot, tick.spec
-    market = offers(tick.state, snapshot, spec)
-    if changed := breakers(market, tick.state, snapshot.now_s):
-        for event, reason in changed:
+        for event, reason in breakers(tick.state, snapshot, spec):
             tick.emit(event, reason)
         market = offers(tick.state, snapshot, spec)
-    changes = reconcile(plan(market, tick.state, snapshot, spec), market, tick.state, snapshot, spec)
-    for change, reason in changes.events:
-        tick.emit(change, reason)
-    tick.reasons += changes.notes
+        reconcile(plan(market, tick.state, snapshot, spec), market, tick)
+    if tick.state.phase not in LIVE_RUN:
+        release_machines(tick, is_affordable=not Spending(tick.state, snapshot, spec).exceeded())
 
 
 def is_done(state: RunState, snapshot: Snapshot) -> bool:

@@ -86,12 +86,8 @@ def test_present_plan_wins_among_equals() -> None:
 
 def test_the_sentence_has_the_numbers_of_the_alternatives() -> None:
     prices = HourlyPrices(3.96, 1.19)
-    found = compare_sizes(
-        StepShape(60.0, 120.0), prices, Market.SPOT, 3, (1, 4), 300.0, 3e4, " in east-b", on_demand_usd_per_h=3.96
-    )
-    assert found.sentence == (
-        "3 on spot in east-b at 1.19 USD/h: 0.209 USD a step; 2 on spot: 0.211; 2 on demand: 0.396"
-    )
+    found = compare_sizes(StepShape(60.0, 120.0), prices, Market.SPOT, 3, (1, 4), 300.0, 3e4)
+    assert found.sentence == "3 on spot at 1.19 USD/h: 0.209 USD a step; 2 on spot: 0.211 USD a step"
 
 
 # What is released first.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.costs.steps import StepShape
-from grpo_orch.policies.fleet.objective import rollouts_wanted, size_sentence
+from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.fleet.plan import SIZE_SETTLE_S
 from grpo_orch.policies.fleet.reconcile import RETURN_WAIT_MAX_S
 from grpo_orch.policies.model.events import FleetSized, MachineBought, NodeMoved
@@ -136,12 +136,3 @@ def test_fleet_does_not_grow_for_an_unavailable_price() -> None:
     bought = [event.node for event in world.of(MachineBought) if event.node.startswith(Role.ROLLOUT)]
     assert len(bought) <= 2
     assert len(world.up(Role.ROLLOUT)) == 1
-
-
-def test_status_prices_smaller_fleet_without_dearest_node() -> None:
-    world = until_training(World(spec(2), max_steps=10**6))
-    usd = {"trainer-0-i1": 4.0, "rollout-0-i1": 1.0, "rollout-1-i1": 4.0}
-    bought = [MachineBought(node, Market.SPOT, "", usd[node], 0.0) for node in world.state.nodes]
-    world.journal(tuple(bought))
-    said = size_sentence(world.spec, world.state, StepShape(50.0, 50.0))
-    assert said.endswith("1 on spot: 0.139")  # 5 USD an hour for 100 s
