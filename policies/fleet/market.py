@@ -300,8 +300,8 @@ class Offers:
             is_known = usd_per_h is not None and self._snapshot.prices is not None
             status, reason = Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, refusal
         else:
-            until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
-            is_waiting = kind.refused_in_a_row > 0 and until_s > self._now_s
+            until_s = kind.failed_at_s + back_off_s(failed, self._needed)
+            is_waiting = failed > 0 and until_s > self._now_s
             status, until_s = (Status.BACKING_OFF, until_s) if is_waiting else (Status.OPEN, None)
         losses_per_h = LOSSES_PER_H[market] if terms.choice is None else terms.choice.rates.losses_per_h
         times_s = self.start_s(role, market), 3600 / losses_per_h
@@ -312,7 +312,7 @@ class Offers:
     def launches_allowed(self, role: Role, market: Market) -> float:
         """Return how many machines may be requested now.
 
-        None for a while after a refusal, unless another pool may have machines: a zone that has some is found as
+        None for a while after a failure, unless another pool may have machines: a zone that has some is found as
         fast as by the cloud's own failover. At most REFUSALS of a kind that has never served, and one at a time,
         after a wait, of a stopped kind.
         """
@@ -322,7 +322,7 @@ class Offers:
         if kind.stopped:
             return float(self._may_probe(role, market))
         waited_s = self._now_s - kind.failed_at_s
-        if waited_s < back_off_s(kind.refused_in_a_row, self._needed) and not self._has_other_pool(role, market):
+        if waited_s < back_off_s(kind.failures_in_a_row, self._needed) and not self._has_other_pool(role, market):
             return 0.0
         return self._untested_allowed(role, market)
 
