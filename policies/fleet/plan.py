@@ -97,12 +97,12 @@ class _Planner:
         self.replicas, self.own_market = spec.rollout.replicas, market_of(Role.ROLLOUT, spec)
         self.is_parked = state.phase is RunPhase.PARKED
         rollouts = [node for node in state.nodes.values() if node.role is Role.ROLLOUT]
-        self.is_settled = all(node.phase is NodePhase.SERVING for node in rollouts)
         self.filling = [node for node in rollouts if node.phase in FILLING_NODE]
         self.fallback = [node for node in self.filling if node.is_fallback]
         self.spot = [node for node in self.filling if not node.is_fallback]
         stable_s = snapshot.now_s - SPOT_STABLE_S
-        self.stable = sum(node.phase is NodePhase.SERVING and node.since_s <= stable_s for node in self.spot)
+        serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
+        self.stable = len([node for node in serving if node.since_s <= stable_s])
         self.wanted = rollouts_wanted(state, spec)
         self.shape, self.prices = snapshot.measured.step, hourly_prices(state)
         self.progress = deadline_progress(state, spec, snapshot.trainer, snapshot.now_s)
@@ -274,7 +274,10 @@ class _Planner:
         Not while machines start or leave, not before each has served for FALLBACK_MIN_S, and not the only node
         while the deadline depends on it.
         """
-        if not self.fallback or not self.is_settled or len(self.spot) >= self.wanted:
+        if not self.fallback or len(self.spot) >= self.wanted:
+            return False
+        nodes = self.state.nodes.values()
+        if any(node.role is Role.ROLLOUT and node.phase is not NodePhase.SERVING for node in nodes):
             return False
         if any(self.waited_s(node.since_s) < FALLBACK_MIN_S for node in self.fallback):
             return False
@@ -283,7 +286,7 @@ class _Planner:
         if not self.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
             return False
         returned = max(self.fallback, key=lambda node: node.usd_per_h)
-        others = [node for node in self.state.nodes.values() if node is not returned]
+        others = [node for node in nodes if node is not returned]
         spending = [Spending(self.state, self.snapshot, self.spec, nodes) for nodes in (None, others)]
         refused, refused_without = (self.market.refusal(Market.SPOT, money) for money in spending)
         return bool(refused) and not refused_without

@@ -48,7 +48,7 @@ class _Reconciler:
 
     def __init__(self, wanted: Allocation, market: Offers, tick: Tick) -> None:
         self.wanted, self.market, self.tick, self.spec = wanted, market, tick, tick.spec
-        self.rollouts = sum(node.role is Role.ROLLOUT for node in self._filling())
+        self.rollouts = len([node for node in self._filling() if node.role is Role.ROLLOUT])
 
     def run(self) -> None:
         wanted, tick = self.wanted, self.tick
@@ -93,7 +93,7 @@ class _Reconciler:
         fallback, spot = self._rollouts(is_fallback=True), self._rollouts(is_fallback=False)
         surplus: list[Node] = []
         for nodes, count in ((fallback, self.wanted.on_demand), (spot, self.wanted.spot)):
-            surplus += sorted(nodes, key=release_order)[: max(0, len(nodes) - count)]
+            surplus += sorted(nodes, key=release_order)[: len(nodes) - count] if len(nodes) > count else []
         beat = snapshot.trainer
         is_idle = beat is not None and beat.activity not in GENERATES
         may_release_serving = is_idle or self.tick.waited_s(state.size.at_s) > RETURN_WAIT_MAX_S
