@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from grpo_orch.policies.control.rollback.begin import begin_user_rollback
+from grpo_orch.policies.control.rollback import begin_user_rollback
 from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.model import exit_codes

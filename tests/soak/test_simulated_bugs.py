@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.simulate import scenarios, work
 from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
 from grpo_orch.orchestrator.simulate.simulation import InvariantViolated
 from grpo_orch.policies.control import decide as deciding
-from grpo_orch.policies.control.rollback import begin as rollback_begin
+from grpo_orch.policies.control import rollback as rollback_begin
 from grpo_orch.policies.fleet import budget, market
 from grpo_orch.policies.ledger.retention import StoredCheckpoint
 from grpo_orch.policies.model.breaker import MachineKind
