@@ -150,54 +150,46 @@ def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
 
 
 def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) -> None:
-    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
     failures, rollback = tick.state.failures.count, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
         return  # it continues with the new timeline, once that exists
-    is_parked = tick.state.phase is RunPhase.PARKED
-    if exit_code == exit_codes.OK and not _has_steps_left(tick, node):
+    beat = tick.snapshot.heartbeat_of(node)
+    has_steps_left = beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
+    if exit_code == exit_codes.OK and not has_steps_left:
         tick.move_run(RunPhase.FINISHED, tick.snapshot.exit_reason_of(node) or "the trainer reached its last step")
-    elif exit_code == exit_codes.OK and not is_parked:
-        tick.move_run(RunPhase.FAILED, f"the trainer ended before its last step{_steps_done(tick, node)}; {log}")
-    elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
-        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{last_line}; {log}")
-    elif exit_code == exit_codes.NOTHING_LEARNT:
-        tick.move_run(RunPhase.FAILED, f"training has no effect{last_line}; {log}")
-    elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
-        tick.move_run(RunPhase.FAILED, f"none of the run's checkpoints can be restored{last_line}; {log}")
-    elif failures > tick.spec.policies.trainer_restarts:
-        failed = f"the trainer failed {failures} times without a step of progress"
-        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
-    elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
-        failed = f"the trainer failed {tick.state.failures.identical} times in the same way before its first step"
-        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
+    elif failure := _final_failure(tick, node, exit_code):
+        tick.move_run(RunPhase.FAILED, f"{failure}{_details(tick, node)}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
-        unfit = f"it cannot work with this run.yaml, although another trainer could{last_line}; {log}"
+        unfit = f"it cannot work with this run.yaml, although another trainer could{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
 
 
-def _last_line(tick: Tick, node: Node) -> str:
-    """Return the last line of work that ended, as `: LINE`; empty if it left none."""
+def _final_failure(tick: Tick, node: Node, exit_code: int) -> str:
+    """Return why another attempt of a trainer that ended would not help; empty: it may."""
+    failures, beat = tick.state.failures, tick.snapshot.heartbeat_of(node)
+    if exit_code == exit_codes.OK and tick.state.phase is not RunPhase.PARKED:
+        done = f", at {beat.step} of {beat.max_steps}" if beat is not None and beat.max_steps else ""
+        return f"the trainer ended before its last step{done}"
+    if exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
+        return "the trainer cannot work with this run.yaml"
+    if exit_code == exit_codes.NOTHING_LEARNT:
+        return "training has no effect"
+    if exit_code == exit_codes.NO_INTACT_CHECKPOINT:
+        return "none of the run's checkpoints can be restored"
+    if failures.count > tick.spec.policies.trainer_restarts:
+        return f"the trainer failed {failures.count} times without a step of progress"
+    # With the same last line before its first step: an error of the user.
+    if exit_code == exit_codes.FAILED and failures.step == 0 and failures.identical >= SAME_FAILURE_MAX:
+        return f"the trainer failed {failures.identical} times in the same way before its first step"
+    return ""
+
+
+def _details(tick: Tick, node: Node) -> str:
+    """Return the last line of work that ended, if it left one, and where its log is."""
     reason = tick.snapshot.exit_reason_of(node)
-    return f": {reason}" if reason else ""
-
-
-def _has_steps_left(tick: Tick, node: Node) -> bool:
-    """Whether the last heartbeat of a trainer that ended shows that steps remain."""
-    beat = tick.snapshot.heartbeat_of(node)
-    return beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
-
-
-def _steps_done(tick: Tick, node: Node) -> str:
-    beat = tick.snapshot.heartbeat_of(node)
-    return f", at {beat.step} of {beat.max_steps}" if beat is not None and beat.max_steps else ""
-
-
-def _fails_the_same_way(tick: Tick) -> bool:
-    """Whether the trainer keeps failing with the same last line before its first step: an error of the user."""
-    return tick.state.failures.step == 0 and tick.state.failures.identical >= SAME_FAILURE_MAX
+    return f"{': ' if reason else ''}{reason}; see `grpo-orch logs {node.id}`"
 
 
 def _rollout(tick: Tick, node: Node) -> None:
@@ -212,7 +204,7 @@ def _rollout(tick: Tick, node: Node) -> None:
     elif tick.snapshot.exit_code_of(node) == exit_codes.UNFIT_MACHINE:
         _machine_unfit(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
-        failed = f"its work failed {node.attempt} times{_last_line(tick, node)}; see `grpo-orch logs {node.id}`"
+        failed = f"its work failed {node.attempt} times{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, failed, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is restarted")
@@ -246,13 +238,12 @@ def _failure_of(tick: Tick, node: Node) -> Refusal | None:
 
 def _spec_rejected(tick: Tick, node: Node) -> None:
     """Fail the run if a node cannot work with run.yaml; replace the machine if others of its kind have worked."""
-    log = f"see `grpo-orch logs {node.id}`"
     kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
-        reason = f"it cannot work with this run.yaml, although others could{_last_line(tick, node)}; {log}"
+        reason = f"it cannot work with this run.yaml, although others could{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, reason, _failure_of(tick, node))
     elif tick.state.phase in LIVE_RUN:
-        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_last_line(tick, node)}; {log}")
+        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_details(tick, node)}")
 
 
 def _machine_unfit(tick: Tick, node: Node) -> None:
@@ -260,14 +251,12 @@ def _machine_unfit(tick: Tick, node: Node) -> None:
 
     Fail the run if REFUSALS in a row cannot and none has ever worked: then run.yaml is the cause.
     """
-    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
     has_worked = any(kind.served for name, kind in tick.state.kinds.items() if name.startswith(node.role))
     has_worked |= any(other.served for other in tick.state.nodes.values() if other.role is node.role)
     count = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
     if not has_worked and count >= REFUSALS and tick.state.phase in LIVE_RUN:
-        tick.move_run(
-            RunPhase.FAILED, f"{count} machines in a row cannot work with this run.yaml{last_line}; {log}"
-        )
+        failure = f"{count} machines in a row cannot work with this run.yaml{_details(tick, node)}"
+        tick.move_run(RunPhase.FAILED, failure)
     else:
-        unfit = f"its work cannot start on this machine{last_line}; {log}"
+        unfit = f"its work cannot start on this machine{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
