@@ -217,18 +217,6 @@ def test_the_same_look_gives_the_same_plan_and_explains_it(market: dict[str, obj
         assert compared.difference_usd >= 0 or not compared.best.in_time
 
 
-@given(shapes, usd, usd, st.floats(0.3, 1.0), st.integers(1, 8))
-def test_lower_price_never_makes_best_step_more_expensive(
-    shape: StepShape, beside: float, price: float, share: float, high: int
-) -> None:
-    def best_usd(node_usd: float) -> float:
-        prices = HourlyPrices(beside, node_usd)
-        found = compare_sizes(shape, prices, Market.SPOT, 1, (1, high), 0.0, horizon_s=1e9)
-        return found.best.step_usd
-
-    assert best_usd(share * price) * (1 - NOISE_SHARE) <= best_usd(price) * (1 + 1e-6)
-
-
 def test_more_money_buys_no_fewer_nodes() -> None:
     bought = []
     for cap in (9.5, 10.5, 13.0, 30.0):
