@@ -153,7 +153,7 @@ def control_run(
             notifier.wake()
         if controller.seen is not None:
             plans.ticked(controller.state, controller.seen)
-            row, timing = observer.newest_row(), observer.newest_timing()
+            row, timing = observer.metrics.newest_row(), observer.metrics.newest_timing()
             seen = Seen(controller.state, controller.seen, row, timing, took_s)
             exporter.ticked(before, decision.events, seen)
 
