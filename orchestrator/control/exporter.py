@@ -26,7 +26,8 @@ log = structlog.get_logger()
 LOOPBACK = "127.0.0.1"
 _HAS_MACHINE = (NodePhase.BOOTING, NodePhase.SERVING, NodePhase.DRAINING)
 _COUNTERS = ("run_rollbacks", "run_losses", "daemon_ticks")
-_Family = tuple[str, str, tuple[str, ...], Mapping[tuple[str, ...], float] | None]
+_Values = Mapping[tuple[str, ...], float]  # by the labels' values
+_Family = tuple[str, str, tuple[str, ...], _Values | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Exporter(Collector):
         seen = self._seen  # a single tick's, though the daemon ticks on meanwhile
         for name, description, labels, values in () if seen is None else self._families(seen):
             if values is not None:
+                kind: type[CounterMetricFamily | GaugeMetricFamily]
                 kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
                 family = kind(f"grpo_{name}", description, labels=["run", *labels])
                 for label_values, value in values.items():
@@ -88,20 +90,24 @@ class Exporter(Collector):
             seen.snapshot.controller,
         )
         nodes, logged = state.nodes.values(), {} if seen.row is None else seen.row.values
-        phases = {(phase,): float(phase is state.phase) for phase in RunPhase}
+        phases: _Values = {(phase,): float(phase is state.phase) for phase in RunPhase}
         yield "run_phase", "1 for the run's phase, 0 for every other", ("phase",), phases
         if trainer is not None:
             yield "run_step", "Finished optimizer steps of the trainer", (), {(): trainer.step}
             yield "run_max_steps", "Last step of the run", (), {(): trainer.max_steps}
-            stored = None if trainer.stored_step is None else {(): trainer.stored_step}
+            stored: _Values | None = None if trainer.stored_step is None else {(): trainer.stored_step}
             yield "run_stored_step", "Step of the newest stored checkpoint", (), stored
         for name in ("kl", "reward"):
-            value = {(): logged[name]} if name in logged else None
+            value: _Values | None = {(): logged[name]} if name in logged else None
             yield f"run_{name}", f"`{name}` of the newest logged step", (), value
         if timing is not None:
-            work = {("generate",): timing.generate_s, ("train",): timing.train_s, ("sync",): timing.sync_s}
-            idle = {("trainer",): timing.trainer_idle_s, ("fleet",): timing.fleet_idle_s}
-            stale = None if timing.staleness is None else {(): timing.staleness}
+            work: _Values = {
+                ("generate",): timing.generate_s,
+                ("train",): timing.train_s,
+                ("sync",): timing.sync_s,
+            }
+            idle: _Values = {("trainer",): timing.trainer_idle_s, ("fleet",): timing.fleet_idle_s}
+            stale: _Values | None = None if timing.staleness is None else {(): timing.staleness}
             yield "run_step_seconds", "Duration of the newest timed step", (), {(): timing.step_s}
             yield "run_work_seconds", "Seconds of that step by part: generate, train, sync", ("part",), work
             yield "run_idle_seconds", "Idle seconds in that step by side: trainer, fleet", ("side",), idle
@@ -112,7 +118,7 @@ class Exporter(Collector):
         yield "run_spent_usd", "USD spent so far; with a budget, a controller machine included", (), {(): spent}
         per_h = sum(node.usd_per_h for node in nodes) + controller.usd_per_h
         yield "run_usd_per_hour", "USD per hour of the present machines, a controller's included", (), {(): per_h}
-        counted = Counter((node.role, node.market, node.phase) for node in nodes)
+        counted = Counter[tuple[str, ...]]((node.role, node.market, node.phase) for node in nodes)
         yield "run_nodes", "Nodes by role, market and phase", ("role", "market", "phase"), counted
         yield "run_losses", "Machines preempted or lost under this daemon", ("role",), self._losses
         yield "daemon_tick_seconds", "Duration of the last tick", (), {(): seen.took_s}

@@ -289,7 +289,8 @@ class Offers:
 
     def offer(self, role: Role, market: Market) -> Offer:
         """Return the offer for a role and a market."""
-        spending, kind, until_s = Spending(self._state, self._snapshot, self._spec), self.kind(role, market), None
+        spending, kind = Spending(self._state, self._snapshot, self._spec), self.kind(role, market)
+        until_s: float | None = None
         terms = self.terms(role, market, spending)  # as it would be requested
         usd_per_h, failed = terms.usd_per_h, kind.failures_in_a_row
         reason = f"{failed} failures in a row: {kind.last_failure}" if failed else ""
@@ -433,8 +434,9 @@ class Offers:
 
     def _terms(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Terms:
         choice = self._choice(role, market, pools)
-        listed, pool = (0.0, None) if choice is None else (choice.offer.usd_per_h, choice.offer.pool)
+        listed = 0.0 if choice is None else choice.offer.usd_per_h
         usd_per_h = listed or (self._snapshot.prices or {}).get(kind_of(role, market))
+        pool = None if choice is None else choice.offer.pool
         return Terms(choice, usd_per_h, disks.usd_per_h(self._spec, role, pool))
 
     def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:

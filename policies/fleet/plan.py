@@ -194,10 +194,10 @@ class _Planner:
         Fewer, once the deadline is safe, and not while the cloud does not answer: it is unknown which machines
         still exist. More, once the shortage has lasted a minute.
         """
-        count, present = len(self.fallback), sum(node.phase is not NodePhase.REQUESTED for node in self.spot)
+        count, present = len(self.fallback), len([n for n in self.spot if n.phase is not NodePhase.REQUESTED])
         if count and self.stable and self.is_safe and self.snapshot.machines is not None:
-            counts = range(min(count, max(0, self.replicas.max - self.stable)) + 1)
-            found = self.compare_mixes("return on demand", self.stable, counts, SPOT_STABLE_S)
+            fewer = range(min(count, max(0, self.replicas.max - self.stable)) + 1)
+            found = self.compare_mixes("return on demand", self.stable, fewer, SPOT_STABLE_S)
             if found.best.on_demand < count:
                 return found.best.on_demand, found
         if (horizon_s := self.shortage_s(present)) < WAIT_MIN_S:
@@ -207,8 +207,8 @@ class _Planner:
         other_usd = self.prices.other_usd_per_h - present * (self.on_demand_usd - self.spot_usd)
         prices, low = HourlyPrices(other_usd, self.on_demand_usd), max(1, self.needed(present) + present)
         totals = candidate_counts(self.shape or UNMEASURED, prices, low, max(low, self.replicas.max))
-        counts = [count, *(total - present for total in totals if total - present > count)]
-        found = self.compare_mixes("shortage of spot", present, counts, horizon_s)
+        more = [count, *(total - present for total in totals if total - present > count)]
+        found = self.compare_mixes("shortage of spot", present, more, horizon_s)
         return max(found.best.on_demand, count), found
 
     def compare_mixes(self, question: str, spot: int, counts: Iterable[int], horizon_s: float) -> Comparison:
