@@ -194,7 +194,8 @@ class _Planner:
         Fewer, once the deadline is safe, and not while the cloud does not answer: it is unknown which machines
         still exist. More, once the shortage has lasted a minute.
         """
-        count, present = len(self.fallback), len([n for n in self.spot if n.phase is not NodePhase.REQUESTED])
+        count = len(self.fallback)
+        present = len([node for node in self.spot if node.phase is not NodePhase.REQUESTED])
         if count and self.stable and self.is_safe and self.snapshot.machines is not None:
             fewer = range(min(count, max(0, self.replicas.max - self.stable)) + 1)
             found = self.compare_mixes("return on demand", self.stable, fewer, SPOT_STABLE_S)
