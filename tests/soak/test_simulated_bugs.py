@@ -114,7 +114,8 @@ def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[objec
 
 
 def _does_not_count_its_money() -> AbstractContextManager[object]:
-    return mock.patch.object(budget, "excess", return_value="")
+    never = mock.Mock(return_value="")
+    return mock.patch.multiple(budget.Spending, exceeded=never, excess_with=never)
 
 
 def _looks_at_its_money_only_before_it_buys() -> AbstractContextManager[object]:
