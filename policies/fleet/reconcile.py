@@ -18,12 +18,12 @@ from itertools import islice
 from grpo_orch.policies.fleet.budget import PRICES_UNKNOWN, Spending, caps_of
 from grpo_orch.policies.fleet.market import POOLS_UNKNOWN, Offers, market_of
 from grpo_orch.policies.fleet.objective import rollouts_wanted
-from grpo_orch.policies.fleet.plan import Allocation
+from grpo_orch.policies.fleet.plan import Allocation, wanted_slots
 from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
 from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, FleetSized, NodeMoved, NodeRequested
 from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN
 from grpo_orch.policies.model.state import Node, Slot
-from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of
 from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import GENERATES
 
@@ -146,18 +146,20 @@ class _Reconciler:
         With on-demand nodes, one more spot node than `replicas.max` is allowed, so spot can prove itself and
         replace one.
         """
+        present = [node for node in self._filling() if node.role is role and node.is_fallback is is_fallback]
         if role is Role.TRAINER:
-            is_filled = any(node.role is Role.TRAINER for node in self._filling())
-            return [] if is_filled else [slot_of(role, 0)]
-        present, replicas = self._rollouts(is_fallback=is_fallback), self.spec.rollout.replicas
-        if self.wanted.release_reason or (self.wanted.parked and self.rollouts):
-            return []
-        wanted = self.wanted.on_demand if is_fallback else self.wanted.spot
-        if not is_fallback and (fallback := len(self._rollouts(is_fallback=True))):
-            wanted = min(wanted, replicas.max - fallback + 1)
+            wanted = 1
+        elif self.wanted.release_reason or (self.wanted.parked and self.rollouts):
+            wanted = 0
+        elif is_fallback:
+            wanted = self.wanted.on_demand
+        else:
+            wanted, fallback = self.wanted.spot, self._rollouts(is_fallback=True)
+            if fallback:
+                wanted = min(wanted, self.spec.rollout.replicas.max - len(fallback) + 1)
         taken = {node.slot for node in present}
-        free = (name for index in range(replicas.max) if (name := slot_of(role, index)) not in taken)
-        return list(islice(free, max(0, wanted - len(present))))
+        slots = (name for of_role, name, _ in wanted_slots(self.spec) if of_role is role and name not in taken)
+        return list(islice(slots, max(0, wanted - len(present))))
 
     def _is_trainer_ready(self) -> bool:
         """Whether rollout nodes may be requested: a trainer has trained, and its machine works or will.
