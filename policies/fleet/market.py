@@ -167,7 +167,6 @@ def choose(
     now_s: float,
     policy: FleetPolicy,
     hours_to_serve: float,
-    zone_premium: float = ZONE_PREMIUM,
 ) -> Choice | None:
     """Choose the pool for a machine; None without offers. If all pools rest, take the one whose rest ends first.
 
@@ -178,14 +177,13 @@ def choose(
         now_s: seconds since the epoch.
         policy: has the half-lives of observations.
         hours_to_serve: from a request until the machine works.
-        zone_premium: how much more another zone may cost when all nodes are in one, as a share.
     """
 
     def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
         pool = offer.pool
         rates = rates_of(pool, records.get(str(pool)), placement.hours.get(pool, 0.0), now_s, policy)
         usd = offer.usd_per_h * (1 + rates.losses_per_h * hours_to_serve) / rates.success  # the module's formula
-        usd *= 1 + zone_premium * placement.share(pool)
+        usd *= 1 + ZONE_PREMIUM * placement.share(pool)
         rest_left_s = rest_in_s(pool, records, now_s)
         return rest_left_s, offer.rank, usd, str(pool), Choice(offer, rates, rest_left_s)
 

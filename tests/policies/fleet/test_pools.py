@@ -48,9 +48,7 @@ def test_dominated_pool_is_not_chosen(
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
     bad = replace(bad, stays=tuple(replace(one, preempted=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
-    chosen = choose(
-        offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0
-    )
+    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
 
