@@ -152,7 +152,7 @@ def rest_s(record: PoolRecord | None, now_s: float) -> float:
         for count, at_s in failures
         if count
     ]
-    return max(0.0, *rests) if rests else 0.0
+    return max([0.0, *rests])
 
 
 def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> float:
