@@ -189,7 +189,7 @@ class _Planner:
     # How many on-demand nodes replace unavailable spot.
 
     def on_demand(self) -> tuple[int, Comparison | None]:
-        """Compare numbers of on-demand nodes: fewer beside stable spot nodes, or more in a shortage.
+        """Compare numbers of on-demand nodes: fewer next to stable spot nodes, or more in a shortage.
 
         Fewer, once the deadline is safe, and not while the cloud does not answer: it is unknown which machines
         still exist. More, once the shortage has lasted a minute.
