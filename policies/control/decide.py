@@ -6,10 +6,9 @@ the next daemon simply requests again an action that was lost with the last one.
 
 from __future__ import annotations
 
-from grpo_orch.policies.control.lifecycle import run_lifecycle
+from grpo_orch.policies.control.lifecycle import release_machines, run_lifecycle, stop_requests
 from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
 from grpo_orch.policies.control.rollback import control_timeline
-from grpo_orch.policies.control.stopping import release_machines, stop_requests
 from grpo_orch.policies.fleet.budget import Spending
 from grpo_orch.policies.fleet.market import breakers, offers
 from grpo_orch.policies.fleet.plan import plan
