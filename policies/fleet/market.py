@@ -148,7 +148,7 @@ def rest_s(record: PoolRecord | None, now_s: float) -> float:
         return 0.0
     failures = (record.refused_in_a_row, record.refused_at_s), (record.preempted_in_a_row, record.preempted_at_s)
     rests = [
-        min(REST_MAX_S, REST_FIRST_S * 2 ** min(count - 1, 10)) - (now_s - at_s)
+        min(REST_MAX_S, REST_FIRST_S * 2.0 ** min(count - 1, 10)) - (now_s - at_s)
         for count, at_s in failures
         if count
     ]
