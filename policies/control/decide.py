@@ -6,7 +6,7 @@ the next daemon simply requests again an action that was lost with the last one.
 
 from __future__ import annotations
 
-from grpo_orch.policies.control.lifecycle import release_machines, run_lifecycle, stop_requests
+from grpo_orch.policies.control.lifecycle import must_end, release_machines, run_lifecycle
 from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
 from grpo_orch.policies.control.rollback import control_timeline
 from grpo_orch.policies.fleet.budget import Spending
@@ -27,6 +27,7 @@ from grpo_orch.policies.tick.snapshot import (
     Export,
     Launch,
     Machine,
+    RequestStop,
     Snapshot,
     Terminate,
     WriteFork,
@@ -89,8 +90,8 @@ def actions_of(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline, node.pool))
         elif node.phase is NodePhase.TERMINATING:  # listed or not: a listing may be older than its launch
             actions.append(Terminate(node.id))
-        elif machine is not None and (requests := stop_requests(state, node, snapshot)):
-            actions += requests
+        elif machine is not None and node.role is Role.TRAINER and must_end(state, node, snapshot):
+            actions.append(RequestStop(node.id, node.attempt))
         elif machine is not None and _is_silent(node, machine, snapshot):
             actions.append(Confirm(node.id))
     # Machines without a journalled intent: of a lost race, or left over from nodes that are gone.

@@ -21,7 +21,7 @@ from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
 from grpo_orch.policies.serving.fitness import STARTS_MAX
 from grpo_orch.policies.tick.draft import Tick
-from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S, RequestStop, Snapshot
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S, Snapshot
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
@@ -321,14 +321,14 @@ def drain_parked(tick: Tick, node: Node) -> None:
     tick.move_run(RunPhase.STARTING, f"not parked: {reason}")
 
 
-def stop_requests(state: RunState, node: Node, snapshot: Snapshot) -> list[RequestStop]:
-    """Return the request to the node's trainer to end; empty once the trainer reports that it is leaving."""
-    if state.phase not in (RunPhase.STOPPING, RunPhase.PARKED) or node.role is not Role.TRAINER:
-        return []
-    if node.phase is not NodePhase.DRAINING or node.attempt_ended_at_s is not None:
-        return []
-    beat = snapshot.heartbeat_of(node)
-    return [] if beat is not None and beat.leaving else [RequestStop(node.id, node.attempt)]
+def must_end(state: RunState, trainer: Node, snapshot: Snapshot) -> bool:
+    """Whether to request the node's trainer to end: until it reports that it is leaving."""
+    if state.phase not in (RunPhase.STOPPING, RunPhase.PARKED):
+        return False
+    if trainer.phase is not NodePhase.DRAINING or trainer.attempt_ended_at_s is not None:
+        return False
+    beat = snapshot.heartbeat_of(trainer)
+    return beat is None or not beat.leaving
 
 
 def _may_store(tick: Tick, node: Node, *, is_affordable: bool) -> bool:
