@@ -245,6 +245,8 @@ class Offers:
     def __init__(self, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
         self._state, self._snapshot, self._spec = state, snapshot, spec
         self._now_s, self._policy = snapshot.now_s, spec.policies.fleet
+        # A parked run needs no node immediately, so it retries rarely.
+        self._needed = state.phase is not RunPhase.PARKED
 
     @cached_property
     def _placements(self) -> dict[Role, Placement]:
@@ -253,12 +255,6 @@ class Offers:
     @cached_property
     def _filling(self) -> Counter[str]:
         return Counter(node.kind for node in self._state.nodes.values() if node.phase in FILLING_NODE)
-
-    def _is_needed(self, role: Role) -> bool:
-        """Whether the run needs a machine immediately, and not rarely, as in a parked run."""
-        rollouts = sum(count for kind, count in self._filling.items() if kind.startswith(Role.ROLLOUT))
-        is_short = role is Role.TRAINER or rollouts < max(1, self._spec.rollout.replicas.min)
-        return is_short and self._state.phase is not RunPhase.PARKED
 
     # Facts.
 
@@ -296,14 +292,14 @@ class Offers:
             status, reason = Status.UNKNOWN, POOLS_UNKNOWN
         elif kind.stopped and not self._may_probe(role, market):
             status, reason = Status.BROKEN, kind.stopped
-            until_s = kind.failed_at_s + probe_wait_s(kind, self._is_needed(role))
+            until_s = kind.failed_at_s + probe_wait_s(kind, self._needed)
         elif not kind.stopped and not self._untested_allowed(role, market):
             status = Status.TESTING
         elif refusal := spending.refusal(role, kind_of(role, market), usd_per_h):
             is_known = usd_per_h is not None and self._snapshot.prices is not None
             status, reason = Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, refusal
         else:
-            until_s = kind.failed_at_s + back_off_s(failed, self._is_needed(role))
+            until_s = kind.failed_at_s + back_off_s(failed, self._needed)
             is_waiting = failed > 0 and until_s > self._now_s
             status, until_s = (Status.BACKING_OFF, until_s) if is_waiting else (Status.OPEN, None)
         losses_per_h = LOSSES_PER_H[market] if terms.choice is None else terms.choice.rates.losses_per_h
@@ -325,9 +321,7 @@ class Offers:
         if kind.stopped:
             return float(self._may_probe(role, market))
         waited_s = self._now_s - kind.failed_at_s
-        if waited_s < back_off_s(kind.failures_in_a_row, self._is_needed(role)) and not self._has_other_pool(
-            role, market
-        ):
+        if waited_s < back_off_s(kind.failures_in_a_row, self._needed) and not self._has_other_pool(role, market):
             return 0.0
         return self._untested_allowed(role, market)
 
@@ -342,7 +336,7 @@ class Offers:
         if any(node.kind == name and _is_probe(node, kind) for node in self._state.nodes.values()):
             return False
         waited_s = self._now_s - kind.failed_at_s
-        return waited_s >= probe_wait_s(kind, self._is_needed(role)) or self.has_working_pool(role, market)
+        return waited_s >= probe_wait_s(kind, self._needed) or self.has_working_pool(role, market)
 
     def has_working_pool(self, role: Role, market: Market) -> bool:
         """Whether failures are the pools' own and another pool remains to try.
