@@ -60,7 +60,7 @@ def test_site_loads_nothing_from_other_hosts() -> None:
 def test_every_metric_is_listed(made: dict[str, str]) -> None:
     """Also those that are exported only while they have a value."""
     source = inspect.getsource(exporter) + inspect.getsource(metrics)
-    calls = r'(?:_gauges?|_counter|_Histogram|MetricFamily)\(\s*f?"([a-z_{}]+)'
+    calls = r'(?:(?:_gauges?|_counter|_Histogram|MetricFamily)\(\s*|yield )f?"([a-z_{}]+)'
     found = [name.removeprefix("grpo_").removeprefix("gateway_") for name in re.findall(calls, source)]
     named = [
         name.replace("{name}", "kl") for name in found if not name.startswith("{")

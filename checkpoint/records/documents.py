@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
 from grpo_orch.checkpoint.store.document import Document, OptionalDocument, UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.control.rollback.begin import RUN_START
+from grpo_orch.policies.control.rollback import RUN_START
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.fleet.explain import Explanation
 from grpo_orch.policies.ledger.rentals import ControllerRental

@@ -28,7 +28,7 @@ from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.clouds import open_cloud
 from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon
-from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW
+from grpo_orch.policies.control.lifecycle import DOWN, DOWN_NOW
 from grpo_orch.policies.fleet.budget import STOP_WAIT_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.phases import TERMINAL_RUN

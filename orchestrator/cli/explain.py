@@ -82,8 +82,6 @@ def _candidates(comparison: Comparison) -> Table:
         table.add_row(
             "" if rank else "->", candidate.name, "" if comparison.unknown else loss, *figures, _late(candidate)
         )
-    if comparison.reference is not None:
-        table.add_row("", f"{comparison.reference.name}, in a shortage", "", *_figures(comparison.reference), "")
     return table
 
 

@@ -67,7 +67,7 @@ from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import FindSize, cached_lookup
 from grpo_orch.orchestrator.plan.prices import by_offers
 from grpo_orch.orchestrator.views.plan import render_short
-from grpo_orch.policies.control.rollback.begin import RUN_START, TARGET_HINT, WHOLE_NUMBER_KEYS, user_target
+from grpo_orch.policies.control.rollback import RUN_START, TARGET_HINT, WHOLE_NUMBER_KEYS, user_target
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.loss import effects

@@ -9,7 +9,7 @@ from grpo_orch.orchestrator.config.model_size import config_in
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
 from grpo_orch.orchestrator.config.shorthand import DEADLINE
-from grpo_orch.policies.control.rollback.choice import changes_on_rollback
+from grpo_orch.policies.control.rollback import changes_on_rollback
 from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
 from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of

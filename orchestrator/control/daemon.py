@@ -8,6 +8,8 @@ all machines as they are.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from shlex import quote
 
@@ -36,7 +39,6 @@ from grpo_orch.orchestrator.control.controller import Controller
 from grpo_orch.orchestrator.control.exporter import Exporter, Seen
 from grpo_orch.orchestrator.control.lease import RENEW_S, is_alive, own_lease
 from grpo_orch.orchestrator.control.observe import Observer
-from grpo_orch.orchestrator.control.plan_writer import PlanWriter
 from grpo_orch.orchestrator.control.run_clock import RunClock
 from grpo_orch.orchestrator.home import (
     HomeUnusable,
@@ -48,6 +50,7 @@ from grpo_orch.orchestrator.home import (
     token_mark,
 )
 from grpo_orch.orchestrator.notify import DRAIN_S, start_notifier
+from grpo_orch.policies.fleet.explain import Explanation, explain
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Event, RunCreated, RunMoved
 from grpo_orch.policies.model.node_contract import (
@@ -61,12 +64,13 @@ from grpo_orch.policies.model.node_contract import (
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Refusal, RunPhase, role_of
-from grpo_orch.policies.tick.snapshot import Decision, Launch
+from grpo_orch.policies.tick.snapshot import Decision, Launch, Snapshot
 
 log = structlog.get_logger()
 
 STORE_RETRY_S = 10.0  # within one tick; the next tick retries after a longer outage
 TROUBLE_WAIT_S = 5.0
+PLAN_EVERY_S = 30.0  # minimum interval between writes of the plan; unchanged plans are not written
 CLEAN_UP_S = 300.0  # AWS takes minutes to shut a large machine down
 
 
@@ -141,7 +145,7 @@ def control_run(store: Store, reason: str, stop: threading.Event, after_epoch: i
             notifier.wake()
         if controller.seen is not None:
             plans.ticked(controller.state, controller.seen)
-            row, timing = observer.newest_row(), observer.newest_timing()
+            row, timing = observer.metrics.newest_row(), observer.metrics.newest_timing()
             seen = Seen(controller.state, controller.seen, row, timing, took_s)
             exporter.ticked(before, decision.events, seen)
 
@@ -245,6 +249,26 @@ def _clean_up(
         except CloudUnavailable as error:
             log.warning("clean_up_failed", error=str(error))
         stop.wait(TROUBLE_WAIT_S)
+
+
+class PlanWriter:
+    """Writes a tick's plan to the store, for `grpo-orch explain`. Ignores store errors: a run does not need it."""
+
+    def __init__(self, store: Store, spec: RunSpec) -> None:
+        self._store, self._spec = store, spec
+        self._written: Explanation | None = None
+        self._explained_at_s = -math.inf
+
+    def ticked(self, state: RunState, snapshot: Snapshot) -> None:
+        previous = self._written
+        if snapshot.now_s - self._explained_at_s < PLAN_EVERY_S:
+            return
+        plan = explain(state, snapshot, self._spec)
+        self._explained_at_s = snapshot.now_s
+        if previous is None or replace(plan, at_s=previous.at_s) != previous:
+            with contextlib.suppress(StoreError):  # retried after PLAN_EVERY_S
+                documents.PLAN.write(self._store, plan)
+                self._written = plan
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming, step_ti
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.costs.steps import StepShape, shape_of, trainer_shape_of
+from grpo_orch.policies.costs.steps import shape_of, trainer_shape_of
 from grpo_orch.policies.detect.divergence import Detector, Point, follow
 from grpo_orch.policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.tick.snapshot import ControllerVerdict, Trainer
+from grpo_orch.policies.tick.snapshot import ControllerVerdict, Measured, Trainer
 
 log = structlog.get_logger()
 
@@ -81,8 +81,7 @@ class MetricsWatch:
         self._state = WatchState()
         self._pitfalls: list[Pitfall] = []  # not returned yet
         self._recent = deque[MetricsRow](maxlen=RECENT_ROWS)  # as read; rows of repeated steps occur twice
-        self._shape: StepShape | None = None  # of steps with nodes
-        self._own_step: StepShape | None = None  # of steps that the trainer generated itself
+        self._measured = Measured()
         self._is_shape_outdated = False
         self._attempt: tuple[str, int] | None = None  # of the last trainer that was seen training
         self._stored_step = 0  # its newest stored checkpoint at that time
@@ -122,21 +121,13 @@ class MetricsWatch:
         timings = step_timings(list(self._recent)[-TIMED_ROWS:])
         return timings[-1][1] if timings else None
 
-    def step_shape(self) -> StepShape | None:
-        """Return the measured shape of recent steps with nodes; None before there are enough."""
-        self._measure()
-        return self._shape
-
-    def own_step(self) -> StepShape | None:
-        """Return the shape of recent steps that the trainer generated itself, counted as one node."""
-        self._measure()
-        return self._own_step
-
-    def _measure(self) -> None:
+    def measured(self) -> Measured:
+        """Return the measured shape of recent steps."""
         if self._is_shape_outdated:
             self._is_shape_outdated = False  # even on failure: the next rows are another try
             steps = step_times(self._recent)
-            self._shape, self._own_step = shape_of(steps), trainer_shape_of(steps)
+            self._measured = Measured(shape_of(steps), trainer_shape_of(steps))
+        return self._measured
 
     def _is_same_attempt(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import ControllerMachine
-from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
@@ -183,46 +182,25 @@ class TrainerWatch:
         return None if heartbeat is None else replace(heartbeat, beat_at_s=self._seen_at_s)
 
 
-class CommandWatch:
-    """Lists users' commands every COMMANDS_EVERY_S."""
+class Periodic(Generic[T]):
+    """A value that is read again every `every_s`."""
 
-    def __init__(self, store: Store, clock: Callable[[], float], unreadable: UnreadableDocuments) -> None:
-        self._store, self._clock, self._unreadable = store, clock, unreadable
-        self._found: tuple[Command, ...] = ()
-        self._listed_at_s = -math.inf
-
-    def observe(self, state: RunState) -> tuple[Command, ...]:
-        """Return the commands that are not taken yet. Raises StoreError."""
-        now_s = self._clock()
-        if now_s - self._listed_at_s >= COMMANDS_EVERY_S:
-            skipped = set(state.unreadable)
-            self._found = documents.read_commands(self._store, self._unreadable, skipped)
-            self._listed_at_s = now_s
-        return tuple(command for command in self._found if command.command_id not in state.commands_taken)
-
-
-class ControllerCosts:
-    """Reads the cost of a `--remote` daemon's machine every RENTALS_EVERY_S."""
-
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self._store, self._clock = store, clock
-        self._machine: ControllerMachine | None = None
-        self._past_rentals: tuple[ControllerRental, ...] = ()
+    def __init__(self, every_s: float, clock: Callable[[], float], read: Callable[[], T]) -> None:
+        self._every_s, self._clock, self._read = every_s, clock, read
+        self._found: T | None = None
         self._read_at_s = -math.inf
 
-    def observe(self) -> tuple[float, float]:
-        """Return the USD spent on this and earlier machines, and the current USD per hour. Raises StoreError."""
+    def get(self) -> T:
+        """Return the value. Passes on exceptions of `read`, which is then called again the next time."""
         now_s = self._clock()
-        if now_s - self._read_at_s >= RENTALS_EVERY_S:
-            self._machine = documents.CONTROLLER.read(self._store)
-            self._past_rentals = () if self._machine else documents.controller_rentals(self._store, 0.0)
+        if self._found is None or now_s - self._read_at_s >= self._every_s:
+            self._found = self._read()
             self._read_at_s = now_s
-        rentals = self._past_rentals if self._machine is None else self._machine.rentals(time.time())
-        return sum(rental.usd for rental in rentals), 0.0 if self._machine is None else self._machine.usd_per_h
+        return self._found
 
 
 class Observer:
-    """Returns snapshots. Keeps only metrics, and what shows whether the gateway and the trainer are alive.
+    """Returns snapshots. Keeps only `metrics`, and what shows whether the gateway and the trainer are alive.
 
     Args:
         store: the run's store.
@@ -245,10 +223,11 @@ class Observer:
         self._unreadable = UnreadableDocuments()
         self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
         self._trainer = TrainerWatch(store, self._unreadable)
-        self._commands = CommandWatch(store, clock, self._unreadable)
-        self._controller = ControllerCosts(store, clock)
+        self._skipped: set[str] = set()  # unreadable commands, which are not read again
+        self._commands = Periodic(COMMANDS_EVERY_S, clock, self._read_commands)
+        self._controller = Periodic(RENTALS_EVERY_S, clock, self._read_controller)
         logging_steps = int(spec.grpo.get("logging_steps", 1))
-        self._metrics = MetricsWatch(store, spec.policies.kl, logging_steps, self._unreadable)
+        self.metrics = MetricsWatch(store, spec.policies.kl, logging_steps, self._unreadable)
         self._catalog = Catalog(store, "controller")
         self._spec, self._has_budget = spec, spec.budget != Budget()
         self._prices = prices(cloud)
@@ -268,9 +247,12 @@ class Observer:
         status = self._gateway.observe()
         machines = self._machines()
         trainer = self._trainer.observe(now_s)
-        commands = self._commands.observe(state)
+        self._skipped = set(state.unreadable)
+        commands = tuple(
+            command for command in self._commands.get() if command.command_id not in state.commands_taken
+        )
         needs_target = _needs_target(state, machines, commands)
-        watched = self._watch(trainer, partial(self._metrics.observe, trainer, state.forks))
+        watched = self._watch(trainer, partial(self.metrics.observe, trainer, state.forks))
         has_budget = self._has_budget or state.money.cap_usd is not None  # a user may set one later
         needs_prices = has_budget or may_fall_back(self._spec)
         return Snapshot(
@@ -293,10 +275,8 @@ class Observer:
             prices=self._prices.observe() if needs_prices else None,
             pools=self._prices.pools() if self._has_pools else (),
             prices_trouble=self._prices.trouble(),
-            controller=ControllerCost(*self._controller.observe()) if has_budget else ControllerCost(),
-            measured=Measured(
-                self._watch(trainer, self._metrics.step_shape), self._watch(trainer, self._metrics.own_step)
-            ),
+            controller=self._controller_cost() if has_budget else ControllerCost(),
+            measured=self._watch(trainer, self.metrics.measured) or Measured(),
             store=self._stored(state, needs_target=needs_target),
             steady_s=0.0 if machines is None else steady_s,
         )
@@ -323,13 +303,19 @@ class Observer:
             self._unreadable.note_failure("metrics", 0 if trainer is None else trainer.step, error)
             return None
 
-    def newest_row(self) -> MetricsRow | None:
-        """Return the newest logged step that was read."""
-        return self._metrics.newest_row()
+    def _read_commands(self) -> tuple[Command, ...]:
+        return documents.read_commands(self._store, self._unreadable, self._skipped)
 
-    def newest_timing(self) -> StepTiming | None:
-        """Return the timing of the newest logged step that has one."""
-        return self._metrics.newest_timing()
+    def _read_controller(self) -> tuple[ControllerMachine | None, tuple[ControllerRental, ...]]:
+        """Return the machine of a `--remote` daemon or, without one, the rentals of earlier ones."""
+        machine = documents.CONTROLLER.read(self._store)
+        return machine, () if machine else documents.controller_rentals(self._store, 0.0)
+
+    def _controller_cost(self) -> ControllerCost:
+        machine, rentals = self._controller.get()
+        rentals = rentals if machine is None else machine.rentals(time.time())
+        usd_per_h = 0.0 if machine is None else machine.usd_per_h
+        return ControllerCost(sum(rental.usd for rental in rentals), usd_per_h)
 
     def _checkpoints(self) -> tuple[Revision | None, str]:
         """Return the catalog, or why it is damaged: then no rollback is possible, but the run can be stopped."""

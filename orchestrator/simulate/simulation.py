@@ -30,9 +30,9 @@ from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
 from grpo_orch.orchestrator.simulate.work import Trips, Work
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.control.decide import decide as production
+from grpo_orch.policies.control.lifecycle import DOWN
 from grpo_orch.policies.control.observed import MACHINE_LOST_S
-from grpo_orch.policies.control.rollback.choice import choose_start, target_before_step
-from grpo_orch.policies.control.stopping import DOWN
+from grpo_orch.policies.control.rollback import choose_start, target_before_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.fleet.budget import STOP_WAIT_S, TEARDOWN_S
 from grpo_orch.policies.model.events import RunCreated

@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
 from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedCloud, SimulatedMachine
-from grpo_orch.policies.control.rollback.choice import choose_start
+from grpo_orch.policies.control.rollback import choose_start
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.ledger.retention import (
     RetentionRules,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
 from grpo_orch.orchestrator.config.rules import LOGGING_STEPS
-from grpo_orch.policies.control.rollback.begin import TARGET_HINT
+from grpo_orch.policies.control.rollback import TARGET_HINT
 from grpo_orch.policies.detect.divergence import Verdict
 from grpo_orch.policies.ledger.retention import (
     RetentionRules,

@@ -6,10 +6,9 @@ the next daemon simply requests again an action that was lost with the last one.
 
 from __future__ import annotations
 
-from grpo_orch.policies.control.lifecycle import run_lifecycle
+from grpo_orch.policies.control.lifecycle import must_end, release_machines, run_lifecycle
 from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
-from grpo_orch.policies.control.rollback.stages import control_timeline
-from grpo_orch.policies.control.stopping import release_machines, stop_requests
+from grpo_orch.policies.control.rollback import control_timeline
 from grpo_orch.policies.fleet.budget import Spending
 from grpo_orch.policies.fleet.market import breakers, offers
 from grpo_orch.policies.fleet.plan import plan
@@ -28,6 +27,7 @@ from grpo_orch.policies.tick.snapshot import (
     Export,
     Launch,
     Machine,
+    RequestStop,
     Snapshot,
     Terminate,
     WriteFork,
@@ -62,25 +62,15 @@ def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:
 
 def control_fleet(tick: Tick) -> None:
     """Run market, plan and reconcile for a live run; otherwise release all machines."""
+    snapshot, spec = tick.snapshot, tick.spec
     if tick.state.phase in LIVE_RUN:
         replace_overdue(tick)
-        _plan_fleet(tick)
-    if tick.state.phase not in LIVE_RUN:
-        is_affordable = not Spending(tick.state, tick.snapshot, tick.spec).exceeded()
-        release_machines(tick, is_affordable=is_affordable)
-
-
-def _plan_fleet(tick: Tick) -> None:
-    snapshot, spec = tick.snapshot, tick.spec
-    market = offers(tick.state, snapshot, spec)
-    if changed := breakers(market, tick.state, snapshot.now_s):
-        for event, reason in changed:
+        for event, reason in breakers(tick.state, snapshot, spec):
             tick.emit(event, reason)
         market = offers(tick.state, snapshot, spec)
-    changes = reconcile(plan(market, tick.state, snapshot, spec), market, tick.state, snapshot, spec)
-    for change, reason in changes.events:
-        tick.emit(change, reason)
-    tick.reasons += changes.notes
+        reconcile(plan(market, tick.state, snapshot, spec), market, tick)
+    if tick.state.phase not in LIVE_RUN:
+        release_machines(tick, is_affordable=not Spending(tick.state, snapshot, spec).exceeded())
 
 
 def is_done(state: RunState, snapshot: Snapshot) -> bool:
@@ -100,8 +90,8 @@ def actions_of(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(Launch(node.id, node.slot, node.market, node.attempt, state.timeline, node.pool))
         elif node.phase is NodePhase.TERMINATING:  # listed or not: a listing may be older than its launch
             actions.append(Terminate(node.id))
-        elif machine is not None and (requests := stop_requests(state, node, snapshot)):
-            actions += requests
+        elif machine is not None and node.role is Role.TRAINER and must_end(state, node, snapshot):
+            actions.append(RequestStop(node.id, node.attempt))
         elif machine is not None and _is_silent(node, machine, snapshot):
             actions.append(Confirm(node.id))
     # Machines without a journalled intent: of a lost race, or left over from nodes that are gone.

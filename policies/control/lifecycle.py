@@ -1,11 +1,10 @@
-"""The run's lifecycle: commands, first heartbeat, exits of the nodes' work, the end."""
+"""The run's lifecycle: commands, first heartbeat, exits of the nodes' work, parking, the stop and the end."""
 
 from __future__ import annotations
 
 from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
-from grpo_orch.policies.control.rollback.begin import begin_user_rollback
-from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW, drain_parked, stop_immediately
-from grpo_orch.policies.fleet.budget import BUDGET
+from grpo_orch.policies.control.rollback import begin_user_rollback
+from grpo_orch.policies.fleet.budget import BUDGET, STOP_WAIT_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.breaker import REFUSALS, MachineKind
 from grpo_orch.policies.model.events import (
@@ -17,12 +16,12 @@ from grpo_orch.policies.model.events import (
     StoreCaughtUp,
     StoreSlowed,
 )
-from grpo_orch.policies.model.phases import LIVE_RUN
-from grpo_orch.policies.model.state import Node
+from grpo_orch.policies.model.phases import LIVE_NODE, LIVE_RUN, UNTRAINED_ROLLBACK
+from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, Role, RollbackStage, RunPhase
 from grpo_orch.policies.serving.fitness import STARTS_MAX
 from grpo_orch.policies.tick.draft import Tick
-from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S, Snapshot
 
 RESTART_WAIT_S = 1.0  # before the first restart of a node's work; doubled for each in a row
 RESTART_WAIT_MAX_S = 60.0
@@ -32,6 +31,13 @@ WORTHWHILE_S = 3600.0  # a machine that lived this long was worth its start, whi
 # A cloud gives at most 120 s (AWS) from the notice to the end. A machine that still exists after this is useless:
 # it has left the gateway for good.
 NOTICE_MAX_S = 180.0
+REPORTED_USD_MIN = 0.01  # smaller amounts are not reported
+DOWN = "down"
+# A trainer with one of these has ended as intended, or for a reason that another attempt would not fix.
+ENDED = frozenset(
+    {exit_codes.OK, exit_codes.STOPPED, exit_codes.FENCED, exit_codes.DIVERGED, exit_codes.OUT_OF_MEMORY}
+)
+DOWN_NOW = "down_now"  # also while a `down` is waiting
 
 
 def restart_wait_s(failures: int) -> float:
@@ -61,8 +67,9 @@ def _commands(tick: Tick) -> None:
         if command.kind in (DOWN, DOWN_NOW):
             if tick.state.phase in LIVE_RUN:
                 tick.move_run(RunPhase.STOPPING, "stop requested")
-            if command.kind == DOWN_NOW:
-                stop_immediately(tick)
+            for node in list(tick.state.nodes.values()) if command.kind == DOWN_NOW else ():
+                if node.phase in LIVE_NODE:
+                    tick.move(node, NodePhase.TERMINATING, "immediate stop requested")
         elif command.kind == BUDGET:
             tick.emit(BudgetSet(command.changes["usd"]), f"budget.usd is now {command.changes['usd']:.2f}")
         elif command.kind == "rollback":
@@ -150,54 +157,46 @@ def _has_fresh_heartbeat(tick: Tick, node: Node) -> bool:
 
 
 def _trainer_ended(tick: Tick, node: Node, exit_code: int, ended_at_s: float) -> None:
-    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
     failures, rollback = tick.state.failures.count, tick.state.rollback
     if rollback is not None and rollback.stage in (RollbackStage.BEGUN, RollbackStage.FORKED):
         return  # it continues with the new timeline, once that exists
-    is_parked = tick.state.phase is RunPhase.PARKED
-    if exit_code == exit_codes.OK and not _has_steps_left(tick, node):
+    beat = tick.snapshot.heartbeat_of(node)
+    has_steps_left = beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
+    if exit_code == exit_codes.OK and not has_steps_left:
         tick.move_run(RunPhase.FINISHED, tick.snapshot.exit_reason_of(node) or "the trainer reached its last step")
-    elif exit_code == exit_codes.OK and not is_parked:
-        tick.move_run(RunPhase.FAILED, f"the trainer ended before its last step{_steps_done(tick, node)}; {log}")
-    elif exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
-        tick.move_run(RunPhase.FAILED, f"the trainer cannot work with this run.yaml{last_line}; {log}")
-    elif exit_code == exit_codes.NOTHING_LEARNT:
-        tick.move_run(RunPhase.FAILED, f"training has no effect{last_line}; {log}")
-    elif exit_code == exit_codes.NO_INTACT_CHECKPOINT:
-        tick.move_run(RunPhase.FAILED, f"none of the run's checkpoints can be restored{last_line}; {log}")
-    elif failures > tick.spec.policies.trainer_restarts:
-        failed = f"the trainer failed {failures} times without a step of progress"
-        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
-    elif exit_code == exit_codes.FAILED and _fails_the_same_way(tick):
-        failed = f"the trainer failed {tick.state.failures.identical} times in the same way before its first step"
-        tick.move_run(RunPhase.FAILED, f"{failed}{last_line}; {log}")
+    elif failure := _final_failure(tick, node, exit_code):
+        tick.move_run(RunPhase.FAILED, f"{failure}{_details(tick, node)}")
     elif exit_code == exit_codes.UNFIT_MACHINE:
-        unfit = f"it cannot work with this run.yaml, although another trainer could{last_line}; {log}"
+        unfit = f"it cannot work with this run.yaml, although another trainer could{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
     elif node.phase is not NodePhase.DRAINING and tick.waited_s(ended_at_s) >= restart_wait_s(failures):
         tick.restart(node, f"restarted after exit code {exit_code}")
 
 
-def _last_line(tick: Tick, node: Node) -> str:
-    """Return the last line of work that ended, as `: LINE`; empty if it left none."""
+def _final_failure(tick: Tick, node: Node, exit_code: int) -> str:
+    """Return why another attempt of a trainer that ended would not help; empty: it may."""
+    failures, beat = tick.state.failures, tick.snapshot.heartbeat_of(node)
+    if exit_code == exit_codes.OK and tick.state.phase is not RunPhase.PARKED:
+        done = f", at {beat.step} of {beat.max_steps}" if beat is not None and beat.max_steps else ""
+        return f"the trainer ended before its last step{done}"
+    if exit_code == exit_codes.BAD_SPEC or (exit_code == exit_codes.UNFIT_MACHINE and not tick.state.is_proved):
+        return "the trainer cannot work with this run.yaml"
+    if exit_code == exit_codes.NOTHING_LEARNT:
+        return "training has no effect"
+    if exit_code == exit_codes.NO_INTACT_CHECKPOINT:
+        return "none of the run's checkpoints can be restored"
+    if failures.count > tick.spec.policies.trainer_restarts:
+        return f"the trainer failed {failures.count} times without a step of progress"
+    # With the same last line before its first step: an error of the user.
+    if exit_code == exit_codes.FAILED and failures.step == 0 and failures.identical >= SAME_FAILURE_MAX:
+        return f"the trainer failed {failures.identical} times in the same way before its first step"
+    return ""
+
+
+def _details(tick: Tick, node: Node) -> str:
+    """Return the last line of work that ended, if it left one, and where its log is."""
     reason = tick.snapshot.exit_reason_of(node)
-    return f": {reason}" if reason else ""
-
-
-def _has_steps_left(tick: Tick, node: Node) -> bool:
-    """Whether the last heartbeat of a trainer that ended shows that steps remain."""
-    beat = tick.snapshot.heartbeat_of(node)
-    return beat is not None and (beat.max_steps == 0 or beat.step < beat.max_steps)
-
-
-def _steps_done(tick: Tick, node: Node) -> str:
-    beat = tick.snapshot.heartbeat_of(node)
-    return f", at {beat.step} of {beat.max_steps}" if beat is not None and beat.max_steps else ""
-
-
-def _fails_the_same_way(tick: Tick) -> bool:
-    """Whether the trainer keeps failing with the same last line before its first step: an error of the user."""
-    return tick.state.failures.step == 0 and tick.state.failures.identical >= SAME_FAILURE_MAX
+    return f"{': ' if reason else ''}{reason}; see `grpo-orch logs {node.id}`"
 
 
 def _rollout(tick: Tick, node: Node) -> None:
@@ -212,7 +211,7 @@ def _rollout(tick: Tick, node: Node) -> None:
     elif tick.snapshot.exit_code_of(node) == exit_codes.UNFIT_MACHINE:
         _machine_unfit(tick, node)
     elif node.attempt >= ROLLOUT_ATTEMPTS:
-        failed = f"its work failed {node.attempt} times{_last_line(tick, node)}; see `grpo-orch logs {node.id}`"
+        failed = f"its work failed {node.attempt} times{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, failed, _failure_of(tick, node))
     elif tick.waited_s(node.attempt_ended_at_s) >= restart_wait_s(node.attempt):
         tick.restart(node, "its work is restarted")
@@ -246,13 +245,12 @@ def _failure_of(tick: Tick, node: Node) -> Refusal | None:
 
 def _spec_rejected(tick: Tick, node: Node) -> None:
     """Fail the run if a node cannot work with run.yaml; replace the machine if others of its kind have worked."""
-    log = f"see `grpo-orch logs {node.id}`"
     kind = tick.state.kinds.get(node.kind, MachineKind())
     if kind.served or any(other.served for other in tick.state.nodes.values() if other.kind == node.kind):
-        reason = f"it cannot work with this run.yaml, although others could{_last_line(tick, node)}; {log}"
+        reason = f"it cannot work with this run.yaml, although others could{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, reason, _failure_of(tick, node))
     elif tick.state.phase in LIVE_RUN:
-        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_last_line(tick, node)}; {log}")
+        tick.move_run(RunPhase.FAILED, f"{node.id} cannot work with this run.yaml{_details(tick, node)}")
 
 
 def _machine_unfit(tick: Tick, node: Node) -> None:
@@ -260,14 +258,85 @@ def _machine_unfit(tick: Tick, node: Node) -> None:
 
     Fail the run if REFUSALS in a row cannot and none has ever worked: then run.yaml is the cause.
     """
-    log, last_line = f"see `grpo-orch logs {node.id}`", _last_line(tick, node)
     has_worked = any(kind.served for name, kind in tick.state.kinds.items() if name.startswith(node.role))
     has_worked |= any(other.served for other in tick.state.nodes.values() if other.role is node.role)
     count = tick.state.kinds.get(node.kind, MachineKind()).unserved_in_a_row + 1
     if not has_worked and count >= REFUSALS and tick.state.phase in LIVE_RUN:
-        tick.move_run(
-            RunPhase.FAILED, f"{count} machines in a row cannot work with this run.yaml{last_line}; {log}"
-        )
+        failure = f"{count} machines in a row cannot work with this run.yaml{_details(tick, node)}"
+        tick.move_run(RunPhase.FAILED, failure)
     else:
-        unfit = f"its work cannot start on this machine{last_line}; {log}"
+        unfit = f"its work cannot start on this machine{_details(tick, node)}"
         tick.move(node, NodePhase.TERMINATING, unfit, _failure_of(tick, node))
+
+
+# A run that stops or parks: the trainer gets the time to store its state; all other machines are released
+# immediately. The trainer needs no rollout node for that: it abandons its present step and saves the end of the
+# one before.
+
+
+def release_machines(tick: Tick, *, is_affordable: bool) -> None:
+    """Release every machine of a run that is over or stopping, and end the stop when all are gone.
+
+    `is_affordable`: a trainer may store for longer than STOP_WAIT_S while it makes progress.
+    """
+    for node in list(tick.state.nodes.values()):
+        if node.phase not in LIVE_NODE:
+            continue
+        if tick.state.phase is RunPhase.STOPPING and _may_store(tick, node, is_affordable=is_affordable):
+            if node.phase is not NodePhase.DRAINING:
+                tick.move(node, NodePhase.DRAINING, "storing its state before it ends")
+            continue
+        tick.move(node, NodePhase.TERMINATING, f"the run is {tick.state.phase}")
+    machines = tick.snapshot.machines
+    if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
+        is_paused = tick.state.money.is_reached and tick.spec.budget.at == "pause"
+        reason = tick.state.reason if tick.state.money.is_reached else "every machine is gone"
+        if (unspent_usd := tick.state.money.unspent_usd) >= REPORTED_USD_MIN:
+            unused = f"{unspent_usd:.2f} USD of this were reserved for requests that bought no machine"
+            reason = f"{reason}; {unused}; `grpo-orch resume` continues with them"
+        tick.move_run(RunPhase.PAUSED if is_paused else RunPhase.STOPPED, reason)
+
+
+def drain_parked(tick: Tick, node: Node) -> None:
+    """Return a parked trainer's machine once everything is stored, or after MACHINE_LOST_S.
+
+    Sealed checkpoints that are not stored yet exist only on this machine. If the trainer fails to store them, it
+    is restarted there, which stores them first, and the run continues.
+    """
+    if node.attempt_ended_at_s is None:
+        if tick.silent_s(node.since_s) > MACHINE_LOST_S:
+            tick.move(
+                node, NodePhase.TERMINATING, f"still running {MACHINE_LOST_S:.0f} s after the request to end"
+            )
+        return
+    code = tick.snapshot.exit_code_of(node)
+    rollback = tick.state.rollback
+    rolls_back = rollback is not None and rollback.stage in UNTRAINED_ROLLBACK
+    if code in ENDED or code is None or rolls_back or tick.state.phase is not RunPhase.PARKED:
+        tick.move(node, NodePhase.TERMINATING, "drained: its work has ended")
+        return
+    reason = f"its trainer ended with exit code {code} before everything was stored"
+    tick.move(node, NodePhase.BOOTING, reason)
+    tick.restart(tick.state.nodes[node.id], f"restarted: {reason}")
+    tick.move_run(RunPhase.STARTING, f"not parked: {reason}")
+
+
+def must_end(state: RunState, trainer: Node, snapshot: Snapshot) -> bool:
+    """Whether to request the node's trainer to end: until it reports that it is leaving."""
+    if state.phase not in (RunPhase.STOPPING, RunPhase.PARKED):
+        return False
+    if trainer.phase is not NodePhase.DRAINING or trainer.attempt_ended_at_s is not None:
+        return False
+    beat = snapshot.heartbeat_of(trainer)
+    return beat is None or not beat.leaving
+
+
+def _may_store(tick: Tick, node: Node, *, is_affordable: bool) -> bool:
+    """Whether a node may still store state that would be lost with it."""
+    if node.role is not Role.TRAINER or not node.may_be_working:
+        return False
+    beat = tick.snapshot.trainer
+    since_s = max(node.since_s, tick.snapshot.trainer_moved_at_s) if is_affordable else node.since_s
+    if node.phase is NodePhase.DRAINING and tick.waited_s(since_s) > STOP_WAIT_S:
+        return False
+    return beat is not None and beat.node == node.id and tick.silent_s(beat.beat_at_s) < HEARTBEAT_LOST_S

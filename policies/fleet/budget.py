@@ -9,10 +9,10 @@ the cloud terminates machines on request.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_orch.policies.costs import disks
-from grpo_orch.policies.model.spec import RunSpec
+from grpo_orch.policies.model.spec import Budget, RunSpec
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.tick.snapshot import Snapshot
@@ -25,36 +25,14 @@ TEARDOWN_S = 600.0  # from the request to terminate a machine until it is known 
 PRICES_UNKNOWN = "prices are not known yet, and the run has a budget"
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """An hourly cost, and how long it continues after the decision to stop."""
-
-    usd_per_h: float
-    stop_s: float
-    once_usd: float = 0.0  # additional cost by then
-
-    @property
-    def reserve_usd(self) -> float:
-        """Cost from now until it is known to be gone."""
-        return self.usd_per_h * (self.stop_s + TEARDOWN_S) / 3600 + self.once_usd
-
-
-@dataclass(frozen=True, slots=True)
-class Caps:
-    """Limits of a run's cost, in total and an hour. None: no limit."""
-
-    usd: float | None
-    usd_per_h: float | None
-
-    @property
-    def are_set(self) -> bool:
-        return self.usd is not None or self.usd_per_h is not None
-
-
-def caps_of(state: RunState, spec: RunSpec) -> Caps:
+def caps_of(state: RunState, spec: RunSpec) -> Budget:
     """Return the caps in force: run.yaml's, with `budget.usd` as a user has set it since."""
-    usd = spec.budget.usd if state.money.cap_usd is None else state.money.cap_usd
-    return Caps(usd, spec.budget.usd_per_h)
+    usd = state.money.cap_usd
+    return spec.budget if usd is None else replace(spec.budget, usd=usd)
+
+
+def are_set(caps: Budget) -> bool:
+    return caps.usd is not None or caps.usd_per_h is not None
 
 
 def spent_usd(state: RunState, now_s: float) -> float:
@@ -73,30 +51,20 @@ def not_counted(spec: RunSpec) -> str:
     return ", ".join([*unpriced, "the store, traffic between zones"])
 
 
-def excess(caps: Caps, spent: float, running: Iterable[Running]) -> str:
-    """Return which cap the running machines exceed, with the numbers; empty: none."""
-    running = list(running)
-    rate, reserve = sum(item.usd_per_h for item in running), sum(item.reserve_usd for item in running)
-    if caps.usd is not None and spent + reserve > caps.usd:
-        cost = f"{spent:.2f} USD spent and {reserve:.2f} to stop and return all machines"
-        return f"{cost} exceed `budget.usd`, {caps.usd:.2f}"
-    if caps.usd_per_h is not None and rate > caps.usd_per_h:
-        return f"{rate:.2f} USD an hour exceed `budget.usd_per_h`, {caps.usd_per_h:.2f}"
-    return ""
-
-
-def merged(running: Iterable[Running]) -> list[Running]:
-    """Merge items with the same time to stop; the hourly cost and the reserve stay the same."""
-    found: dict[float, Running] = {}
-    for item in running:
-        before = found.get(item.stop_s, Running(0.0, item.stop_s))
-        once_usd = before.once_usd + item.once_usd
-        found[item.stop_s] = Running(before.usd_per_h + item.usd_per_h, item.stop_s, once_usd)
-    return list(found.values())
+def stop_usd(role: Role, usd_per_h: float) -> float:
+    """Return the cost of a machine from the decision to stop until it is known to be gone."""
+    stop_s = STOP_WAIT_S if role is Role.TRAINER else 0.0
+    return usd_per_h * (stop_s + TEARDOWN_S) / 3600
 
 
 class Spending:
-    """The money spent and the machines running. Each purchase of a tick is added before the next is checked."""
+    """The money spent, and the cost of the machines that run. Add each purchase before checking the next.
+
+    Attributes:
+        spent_usd: so far.
+        usd_per_h: of all running machines.
+        reserve_usd: to stop and return all of them.
+    """
 
     def __init__(
         self,
@@ -104,52 +72,51 @@ class Spending:
         snapshot: Snapshot,
         spec: RunSpec,
         nodes: Iterable[Node] | None = None,
-        caps: Caps | None = None,
+        caps: Budget | None = None,
     ) -> None:
         """Count `nodes`, or all of the state's. `caps`: None: those in force."""
-        nodes = state.nodes.values() if nodes is None else nodes
-        controller = Running(snapshot.controller.usd_per_h, STOP_WAIT_S)
         self.caps = caps_of(state, spec) if caps is None else caps
+        self._are_prices_known = snapshot.prices is not None
         self.spent_usd = spent_usd(state, snapshot.now_s) + snapshot.controller.usd
-        self.running = merged([*(Running(node.usd_per_h, _stop_s(node.role)) for node in nodes), controller])
-        self._prices_known = snapshot.prices is not None
+        self.usd_per_h = self.reserve_usd = 0.0
+        self.add(Role.TRAINER, snapshot.controller.usd_per_h)  # the controller runs until the trainer has stopped
+        for node in state.nodes.values() if nodes is None else nodes:
+            self.add(node.role, node.usd_per_h)
+
+    def add(self, role: Role, usd_per_h: float, reserve_usd: float | None = None) -> None:
+        """Count one more machine. `reserve_usd`: to stop it; None: at the same price."""
+        self.usd_per_h += usd_per_h
+        self.reserve_usd += stop_usd(role, usd_per_h) if reserve_usd is None else reserve_usd
 
     def exceeded(self) -> str:
         """Return why the running machines must stop: the rest of `budget.usd` only pays for stopping them."""
-        return excess(Caps(self.caps.usd, None), self.spent_usd, self.running)
+        return self._over_total(0.0)
+
+    def excess_with(self, role: Role, usd_per_h: float) -> str:
+        """Return which cap is exceeded with one more machine at that price; empty: none."""
+        cap, rate = self.caps.usd_per_h, self.usd_per_h + usd_per_h
+        if (excess := self._over_total(stop_usd(role, usd_per_h))) or cap is None or rate <= cap:
+            return excess
+        return f"{rate:.2f} USD an hour exceed `budget.usd_per_h`, {cap:.2f}"
 
     def refusal(self, role: Role, kind: str, max_usd_per_h: float | None) -> str:
         """Return why one more machine with this maximum price is not bought; empty: it is."""
-        if not self.caps.are_set:
+        if not are_set(self.caps):
             return ""
-        if not self._prices_known:
+        if not self._are_prices_known:
             return PRICES_UNKNOWN
         if max_usd_per_h is None:
             return f"the price of {kind} is unknown, and the run has a budget"
         return self.excess_with(role, max_usd_per_h)
-
-    def excess_with(self, role: Role, usd_per_h: float) -> str:
-        """Return which cap is exceeded with one more machine at that price; empty: none."""
-        return excess(self.caps, self.spent_usd, [*self.running, Running(usd_per_h, _stop_s(role))])
-
-    def fits(self, role: Role, usd_per_h: float) -> bool:
-        """Whether one more machine at that price is bought."""
-        return not self.refusal(role, "", usd_per_h)
-
-    def add(self, role: Role, max_usd_per_h: float) -> None:
-        self.running = merged([*self.running, Running(max_usd_per_h, _stop_s(role))])
-
-    def reserve(self, role: Role, likely_usd_per_h: float, max_usd_per_h: float) -> None:
-        """Count a machine that will be requested later: hourly at its likely price, in total at its maximum."""
-        likely, maximum = (Running(usd, _stop_s(role)) for usd in (likely_usd_per_h, max_usd_per_h))
-        once_usd = maximum.reserve_usd - likely.reserve_usd
-        self.running = merged([*self.running, replace(likely, once_usd=once_usd)])
 
     @property
     def summary(self) -> str:
         """`12.30 of 500.00 USD spent`; empty without a cap."""
         return "" if self.caps.usd is None else f"{self.spent_usd:.2f} of {self.caps.usd:.2f} USD spent"
 
-
-def _stop_s(role: Role) -> float:
-    return STOP_WAIT_S if role is Role.TRAINER else 0.0
+    def _over_total(self, more_usd: float) -> str:
+        cap, reserve_usd = self.caps.usd, self.reserve_usd + more_usd
+        if cap is None or self.spent_usd + reserve_usd <= cap:
+            return ""
+        cost = f"{self.spent_usd:.2f} USD spent and {reserve_usd:.2f} to stop and return all machines"
+        return f"{cost} exceed `budget.usd`, {cap:.2f}"

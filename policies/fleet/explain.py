@@ -12,6 +12,7 @@ from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.spec import RunSpec, generates_itself
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
+from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import Snapshot
 
 
@@ -30,19 +31,14 @@ def explain(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Explanation:
     """Return the current plan; without offers and comparisons once the run is over."""
     if state.phase not in LIVE_RUN:
         return Explanation(snapshot.now_s, f"the run is {state.phase}: {state.reason}", (), (), ())
-    market = offers(state, snapshot, spec)
+    market, tick = offers(state, snapshot, spec), Tick(state, snapshot, spec)
     wanted = plan(market, state, snapshot, spec)
-    lines = tuple(market.offer(*kind) for kind in _kinds(spec))
-    changes = reconcile(wanted, market, state, snapshot, spec)
-    nodes = [node for node in state.nodes.values() if node.phase is not NodePhase.SERVING]
-    waiting = [f"{node.id} is {node.phase}: {node.reason}" for node in nodes]
-    pending = (*waiting, *(reason for _, reason in changes.events), *changes.notes)
-    return Explanation(snapshot.now_s, wanted.sentence, lines, wanted.comparisons, pending)
-
-
-def _kinds(spec: RunSpec) -> list[tuple[Role, Market]]:
-    found = [(Role.TRAINER, market_of(Role.TRAINER, spec))]
+    kinds = [(Role.TRAINER, market_of(Role.TRAINER, spec))]
     if not generates_itself(spec):
-        found.append((Role.ROLLOUT, market_of(Role.ROLLOUT, spec)))
-        found += [(Role.ROLLOUT, Market.ON_DEMAND)] if may_fall_back(spec) else []
-    return found
+        kinds.append((Role.ROLLOUT, market_of(Role.ROLLOUT, spec)))
+        kinds += [(Role.ROLLOUT, Market.ON_DEMAND)] if may_fall_back(spec) else []
+    lines = tuple(market.offer(*kind) for kind in kinds)
+    reconcile(wanted, market, tick)
+    nodes = [node for node in state.nodes.values() if node.phase is not NodePhase.SERVING]
+    pending = (*(f"{node.id} is {node.phase}: {node.reason}" for node in nodes), *tick.reasons)
+    return Explanation(snapshot.now_s, wanted.sentence, lines, wanted.comparisons, pending)

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from grpo_orch.policies.costs import disks
-from grpo_orch.policies.fleet.budget import Caps, Spending, caps_of
+from grpo_orch.policies.fleet.budget import Spending, stop_usd
 from grpo_orch.policies.model.breaker import REFUSALS, WORKS_S, MachineKind, back_off_s, probe_wait_s
 from grpo_orch.policies.model.events import BuyingResumed, BuyingStopped
 from grpo_orch.policies.model.phases import FILLING_NODE
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord
-from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.model.state import Node, RunState, Slot
+from grpo_orch.policies.model.spec import FleetPolicy, RunSpec
+from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 from grpo_orch.policies.tick.snapshot import Snapshot
 
@@ -40,9 +40,7 @@ ZONE_PREMIUM = 0.25  # a zone outage takes all its nodes: with all in one zone, 
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
 PRICE_IGNORED_MAX_H = 24.0  # for how long a pool's price is ignored after refusals
-POOLS_UNKNOWN = "waits for the cloud's list of offers"
-# Refusals that another pool may not repeat; None: the machine was preempted before it served.
-_POOL_REFUSALS = (Refusal.NO_CAPACITY, Refusal.QUOTA, None)
+POOLS_UNKNOWN = "requests wait for the cloud's list of offers"
 _KINDS = {kind_of(role, market): (role, market) for role in Role for market in Market}
 
 
@@ -63,15 +61,7 @@ def may_fall_back(spec: RunSpec) -> bool:
     return not any("use_spot" in entry for entry in (resources, *entries))
 
 
-# Expected rates of a pool.
-
-
-@dataclass(frozen=True, slots=True)
-class HalfLives:
-    """Hours after which an observation counts half as much."""
-
-    losses_h: float
-    launches_h: float
+# Where a machine is bought.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +87,11 @@ class Choice:
         """`in aws/r/z g6.xlarge L4:1 spot at 0.71 USD/h: 0.02 losses an hour, 3 of 4 launches succeeded`."""
         rates = self.rates
         tried = f"{rates.succeeded} of {rates.launches} launches succeeded" if rates.launches else "never tried"
-        rests = (
-            f", chosen although it rests for {self.rest_left_s:.0f} s, because all pools do"
-            if self.rest_left_s
-            else ""
-        )
         price = f" at {self.offer.usd_per_h:.2f} USD/h" if self.offer.usd_per_h else ""
-        return f"in {self.offer.pool}{price}: {rates.losses_per_h:.2f} losses an hour, {tried}{rests}"
+        found = f"in {self.offer.pool}{price}: {rates.losses_per_h:.2f} losses an hour, {tried}"
+        if not self.rest_left_s:
+            return found
+        return f"{found}, chosen although it rests for {self.rest_left_s:.0f} s, because all pools do"
 
 
 class Placement:
@@ -132,23 +120,24 @@ class Placement:
         return {(pool.cloud, pool.region) for pool in self.hours}
 
 
-def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, half: HalfLives) -> PoolRates:
+def rates_of(
+    pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, policy: FleetPolicy
+) -> PoolRates:
     """Return the expected rates of a pool. `present_h`: total hours of the machines that are in it now."""
-    losses = LOSSES_PER_H[pool.market] * PRIOR_NODE_HOURS
-    hours = PRIOR_NODE_HOURS + present_h
+    record = record or PoolRecord(pool)
+    losses, hours = LOSSES_PER_H[pool.market] * PRIOR_NODE_HOURS, PRIOR_NODE_HOURS + present_h
     arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
-    for stay in record.stays if record else ():
-        stay_weight = weight(now_s - stay.until_s, half.losses_h)
-        losses, hours = losses + stay_weight * stay.preempted, hours + stay_weight * stay.hours
-    for launch in record.launches if record else ():
-        launch_weight = weight(now_s - launch.at_s, half.launches_h)
-        arrived, requested = arrived + launch_weight * launch.succeeded, requested + launch_weight
-    launches = record.launches if record else ()
-    succeeded = sum(launch.succeeded for launch in launches)
-    return PoolRates(losses / hours, arrived / requested, len(launches), succeeded)
+    for stay in record.stays:
+        weight = _weight(now_s - stay.until_s, policy.loss_half_life_h)
+        losses, hours = losses + weight * stay.preempted, hours + weight * stay.hours
+    for launch in record.launches:
+        weight = _weight(now_s - launch.at_s, policy.launch_half_life_h)
+        arrived, requested = arrived + weight * launch.succeeded, requested + weight
+    succeeded = sum(launch.succeeded for launch in record.launches)
+    return PoolRates(losses / hours, arrived / requested, len(record.launches), succeeded)
 
 
-def weight(age_s: float, half_life_h: float) -> float:
+def _weight(age_s: float, half_life_h: float) -> float:
     """Return the weight of an observation of that age; a new one has 1."""
     return float(0.5 ** (max(0.0, age_s) / 3600 / half_life_h))
 
@@ -157,9 +146,13 @@ def rest_s(record: PoolRecord | None, now_s: float) -> float:
     """Return the seconds that a pool still rests; 0: it does not."""
     if record is None:
         return 0.0
-    refused = _rest_after(record.refused_in_a_row) - (now_s - record.refused_at_s)
-    taken = _rest_after(record.preempted_in_a_row) - (now_s - record.preempted_at_s)
-    return max(0.0, refused if record.refused_in_a_row else 0.0, taken if record.preempted_in_a_row else 0.0)
+    failures = (record.refused_in_a_row, record.refused_at_s), (record.preempted_in_a_row, record.preempted_at_s)
+    rests = [
+        min(REST_MAX_S, REST_FIRST_S * 2.0 ** min(count - 1, 10)) - (now_s - at_s)
+        for count, at_s in failures
+        if count
+    ]
+    return max([0.0, *rests])
 
 
 def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> float:
@@ -167,23 +160,13 @@ def rest_in_s(pool: Pool, records: Mapping[str, PoolRecord], now_s: float) -> fl
     return max(rest_s(records.get(str(place)), now_s) for place in (pool, pool.in_region))
 
 
-def _rest_after(count: int) -> float:
-    return float(min(REST_MAX_S, REST_FIRST_S * 2 ** min(count - 1, 10))) if count else 0.0
-
-
-def cost(offer: PoolOffer, rates: PoolRates, hours_to_serve: float) -> float:
-    """Return the effective USD a node-hour of work, by the module's formula."""
-    return offer.usd_per_h * (1 + rates.losses_per_h * hours_to_serve) / rates.success
-
-
 def choose(
     offers: Sequence[PoolOffer],
     records: Mapping[str, PoolRecord],
     placement: Placement,
     now_s: float,
-    half: HalfLives,
+    policy: FleetPolicy,
     hours_to_serve: float,
-    zone_premium: float = ZONE_PREMIUM,
 ) -> Choice | None:
     """Choose the pool for a machine; None without offers. If all pools rest, take the one whose rest ends first.
 
@@ -192,17 +175,17 @@ def choose(
         records: by the pool's text.
         placement: the nodes of the role.
         now_s: seconds since the epoch.
-        half: half-lives of observations.
+        policy: has the half-lives of observations.
         hours_to_serve: from a request until the machine works.
-        zone_premium: how much more another zone may cost when all nodes are in one, as a share.
     """
 
     def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
-        record = records.get(str(offer.pool))
-        rates = rates_of(offer.pool, record, placement.hours.get(offer.pool, 0.0), now_s, half)
-        usd = cost(offer, rates, hours_to_serve) * (1 + zone_premium * placement.share(offer.pool))
-        rest_left_s = rest_in_s(offer.pool, records, now_s)
-        return rest_left_s, offer.rank, usd, str(offer.pool), Choice(offer, rates, rest_left_s)
+        pool = offer.pool
+        rates = rates_of(pool, records.get(str(pool)), placement.hours.get(pool, 0.0), now_s, policy)
+        usd = offer.usd_per_h * (1 + rates.losses_per_h * hours_to_serve) / rates.success  # the module's formula
+        usd *= 1 + ZONE_PREMIUM * placement.share(pool)
+        rest_left_s = rest_in_s(pool, records, now_s)
+        return rest_left_s, offer.rank, usd, str(pool), Choice(offer, rates, rest_left_s)
 
     return min(map(judge, offers), key=lambda judged: judged[:4])[-1] if offers else None
 
@@ -252,8 +235,8 @@ class Terms:
         return None if self.machine_usd_per_h is None else self.machine_usd_per_h + self.disk_usd_per_h
 
     @property
-    def place(self) -> str:
-        return "" if self.choice is None else self.choice.sentence
+    def pool(self) -> Pool | None:
+        return None if self.choice is None else self.choice.offer.pool
 
 
 class Offers:
@@ -261,10 +244,9 @@ class Offers:
 
     def __init__(self, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
         self._state, self._snapshot, self._spec = state, snapshot, spec
-        self._now_s = snapshot.now_s
-        # A parked run needs no node immediately, so it retries as rarely as for nodes above `replicas.min`.
+        self._now_s, self._policy = snapshot.now_s, spec.policies.fleet
+        # A parked run needs no node immediately, so it retries rarely.
         self._needed = state.phase is not RunPhase.PARKED
-        self._half = HalfLives(spec.policies.fleet.loss_half_life_h, spec.policies.fleet.launch_half_life_h)
 
     @cached_property
     def _placements(self) -> dict[Role, Placement]:
@@ -279,7 +261,7 @@ class Offers:
     def kind(self, role: Role, market: Market) -> MachineKind:
         return self._state.kinds.get(kind_of(role, market), MachineKind())
 
-    @property
+    @cached_property
     def are_pools_known(self) -> bool:
         """Whether the pools are known, both those offered and those of the run's machines, which fix the region.
 
@@ -301,209 +283,130 @@ class Offers:
 
     def offer(self, role: Role, market: Market) -> Offer:
         """Return the offer for a role and a market."""
-        spending = Spending(self._state, self._snapshot, self._spec)
-        terms = self.terms(role, market, partial(spending.fits, role))  # as it would be requested
-        rates = None if terms.choice is None else terms.choice.rates
-        losses_per_h = LOSSES_PER_H[market] if rates is None else rates.losses_per_h
-        status, until_s, reason = self._status(role, market, spending, terms.usd_per_h)
-        place = "" if terms.choice is None else str(terms.choice.offer.pool)
-        start_s, lifetime_s = self.start_s(role, market), 3600 / losses_per_h
-        return Offer(role, market, status, terms.usd_per_h, place, until_s, start_s, lifetime_s, reason)
-
-    def _status(
-        self, role: Role, market: Market, spending: Spending, usd_per_h: float | None
-    ) -> tuple[Status, float | None, str]:
-        kind = self.kind(role, market)
-        failures = (
-            f"{kind.failures_in_a_row} failures in a row: {kind.last_failure}" if kind.failures_in_a_row else ""
-        )
+        spending, kind = Spending(self._state, self._snapshot, self._spec), self.kind(role, market)
+        until_s: float | None = None
+        terms = self.terms(role, market, spending)  # as it would be requested
+        usd_per_h, failed = terms.usd_per_h, kind.failures_in_a_row
+        reason = f"{failed} failures in a row: {kind.last_failure}" if failed else ""
         if not self.are_pools_known:
-            return Status.UNKNOWN, None, POOLS_UNKNOWN
-        if not self.launches_allowed(role, market):
-            until_s = kind.failed_at_s + probe_wait_s(kind, self._needed) if kind.stopped else None
-            return Status.BROKEN if kind.stopped else Status.TESTING, until_s, kind.stopped or failures
-        if refusal := spending.refusal(role, kind_of(role, market), usd_per_h):
+            status, reason = Status.UNKNOWN, POOLS_UNKNOWN
+        elif kind.stopped and not self._may_probe(role, market):
+            status, reason = Status.BROKEN, kind.stopped
+            until_s = kind.failed_at_s + probe_wait_s(kind, self._needed)
+        elif not kind.stopped and not self._untested_allowed(role, market):
+            status = Status.TESTING
+        elif refusal := spending.refusal(role, kind_of(role, market), usd_per_h):
             is_known = usd_per_h is not None and self._snapshot.prices is not None
-            return Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, None, refusal
-        until_s = kind.failed_at_s + back_off_s(kind.refused_in_a_row, self._needed)
-        if kind.refused_in_a_row and until_s > self._now_s:
-            return Status.BACKING_OFF, until_s, failures
-        return Status.OPEN, None, failures
+            status, reason = Status.TOO_EXPENSIVE if is_known else Status.UNKNOWN, refusal
+        else:
+            until_s = kind.failed_at_s + back_off_s(failed, self._needed)
+            is_waiting = failed > 0 and until_s > self._now_s
+            status, until_s = (Status.BACKING_OFF, until_s) if is_waiting else (Status.OPEN, None)
+        losses_per_h = LOSSES_PER_H[market] if terms.choice is None else terms.choice.rates.losses_per_h
+        times_s = self.start_s(role, market), 3600 / losses_per_h
+        return Offer(role, market, status, usd_per_h, str(terms.pool or ""), until_s, *times_s, reason)
 
     # Whether a machine may be requested.
 
     def launches_allowed(self, role: Role, market: Market) -> float:
         """Return how many machines may be requested now.
 
-        At most REFUSALS of a kind that has never served, and one at a time, after a wait, of a stopped kind.
+        None for a while after a failure, unless another pool may have machines: a zone that has some is found as
+        fast as by the cloud's own failover. At most REFUSALS of a kind that has never served, and one at a time,
+        after a wait, of a stopped kind.
         """
         kind = self.kind(role, market)
+        if not self.are_pools_known:
+            return 0.0
         if kind.stopped:
-            return float(self._may_probe(kind_of(role, market), kind))
+            return float(self._may_probe(role, market))
+        waited_s = self._now_s - kind.failed_at_s
+        if waited_s < back_off_s(kind.failures_in_a_row, self._needed) and not self._has_other_pool(role, market):
+            return 0.0
+        return self._untested_allowed(role, market)
+
+    def _untested_allowed(self, role: Role, market: Market) -> float:
+        kind = self.kind(role, market)
         if kind.served:
             return math.inf
         return max(0, REFUSALS - kind.unserved_in_a_row - self._filling[kind_of(role, market)])
 
-    def is_backing_off(self, role: Role, market: Market, slot: Slot, *, needed: bool) -> bool:
-        """Whether the slot was refused recently.
-
-        After a refusal by its pool alone, the next request goes to another pool immediately, so a zone that has
-        machines is found as fast as by the cloud's own failover.
-        """
-        waited_s = self._now_s - slot.refused_at_s
-        if waited_s >= back_off_s(slot.refusals_in_a_row, needed):
-            return False
-        return not self._has_other_pool(role, market, slot.last_refusal)
-
-    def is_fallback_backing_off(self) -> bool:
-        """Whether an on-demand rollout node was refused recently."""
-        kind = self.kind(Role.ROLLOUT, Market.ON_DEMAND)
-        return self._now_s - kind.failed_at_s < back_off_s(kind.refused_in_a_row, self._needed)
-
-    def _may_probe(self, name: str, kind: MachineKind) -> bool:
+    def _may_probe(self, role: Role, market: Market) -> bool:
+        name, kind = kind_of(role, market), self.kind(role, market)
         if any(node.kind == name and _is_probe(node, kind) for node in self._state.nodes.values()):
             return False
         waited_s = self._now_s - kind.failed_at_s
-        return self.has_working_pool(name, kind) or waited_s >= probe_wait_s(kind, self._needed)
+        return waited_s >= probe_wait_s(kind, self._needed) or self.has_working_pool(role, market)
 
-    def has_working_pool(self, name: str, kind: MachineKind) -> bool:
+    def has_working_pool(self, role: Role, market: Market) -> bool:
         """Whether failures are the pools' own and another pool remains to try.
 
         If every machine is preempted before it serves, only a pool without recent preemptions counts.
         """
-        if kind.never_serves or not self._has_other_pool(*_KINDS[name], kind.last_refusal):
+        kind = self.kind(role, market)
+        if kind.never_serves or not self._has_other_pool(role, market):
             return False
-        records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(*_KINDS[name])]
+        records = [self._state.pools.get(str(offer.pool)) for offer in self._pools(role, market)]
         return not kind.is_always_preempted or any(
             not record or not record.preempted_in_a_row for record in records
         )
 
-    def _has_other_pool(self, role: Role, market: Market, last_refusal: Refusal | None) -> bool:
-        if last_refusal not in _POOL_REFUSALS:
+    def _has_other_pool(self, role: Role, market: Market) -> bool:
+        """Whether the last refusal was its pool's own and another pool does not rest."""
+        # None: the machine was preempted before it served.
+        if self.kind(role, market).last_refusal not in (Refusal.NO_CAPACITY, Refusal.QUOTA, None):
             return False
         pools = self._pools(role, market)
         return any(not rest_in_s(offer.pool, self._state.pools, self._now_s) for offer in pools)
 
     # Where a machine is bought, and at what price.
 
-    def terms(self, role: Role, market: Market, fits: Callable[[float], bool]) -> Terms:
+    def terms(self, role: Role, market: Market, spending: Spending | None = None) -> Terms:
         """Return where to buy a machine, and its price.
 
-        `fits`: whether the budget covers a machine at this price. Chooses the best affordable pool or, if none is,
-        the best of all, so that a message can name its price.
+        Chooses the best pool that `spending` covers or, if it covers none, the best of all, so that a message can
+        name its price.
         """
         pools = self._pools(role, market)
-        best = self._terms(role, market, self._choice(role, market, pools))
-        if best.usd_per_h is None or fits(best.usd_per_h):
+        best = self._terms(role, market, pools)
+        if spending is None or best.usd_per_h is None or not spending.refusal(role, "", best.usd_per_h):
             return best
         places = {(offer.pool.cloud, offer.pool.region): offer.pool for offer in pools}
         disk_usd = {place: disks.usd_per_h(self._spec, role, pool) for place, pool in places.items()}
         cheaper = [
             offer
             for offer in pools
-            if offer.usd_per_h and fits(offer.usd_per_h + disk_usd[offer.pool.cloud, offer.pool.region])
+            if (usd := offer.usd_per_h)
+            and not spending.refusal(role, "", usd + disk_usd[offer.pool.cloud, offer.pool.region])
         ]
-        return self._terms(role, market, self._choice(role, market, cheaper)) if cheaper else best
+        return self._terms(role, market, cheaper) if cheaper else best
 
     def next_usd_per_h(self, role: Role, market: Market) -> float:
         """Price of one more machine, without its disk; 0: unknown.
 
-        Prices of pools that refused their last machine are ignored, although those pools are still tried.
+        Prices of pools that refused their last machine recently are ignored, although those pools are still
+        tried. Recent means longer with each refusal in a row, so that the fleet does not keep growing for a price
+        at which no machine is available.
         """
+
+        def is_refused(pool: Pool) -> bool:
+            record = self._state.pools.get(str(pool))
+            if record is None or not record.refused_in_a_row:
+                return False
+            lasts_h = self._policy.launch_half_life_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
+            return self._now_s - record.refused_at_s < 3600 * min(lasts_h, PRICE_IGNORED_MAX_H)
+
         pools = self._pools(role, market)
         available = [
-            offer
-            for offer in pools
-            if not self._refused_lately(offer.pool) and not self._refused_lately(offer.pool.in_region)
+            offer for offer in pools if not is_refused(offer.pool) and not is_refused(offer.pool.in_region)
         ]
         choice = self._choice(role, market, available or pools)
         return 0.0 if choice is None else choice.offer.usd_per_h
 
-    def _refused_lately(self, pool: Pool) -> bool:
-        """Whether the pool refused its last machine recently.
-
-        Recent means longer with each refusal in a row, so that the fleet does not keep growing for a price at
-        which no machine is available.
-        """
-        record = self._state.pools.get(str(pool))
-        if record is None or not record.refused_in_a_row:
-            return False
-        lasts_h = self._half.launches_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
-        return self._now_s - record.refused_at_s < 3600 * min(lasts_h, PRICE_IGNORED_MAX_H)
-
-    def add(self, role: Role, terms: Terms) -> None:
-        """Count a machine requested on these terms."""
-        self._placements[role].add(None if terms.choice is None else terms.choice.offer.pool)
-
-    def _terms(self, role: Role, market: Market, choice: Choice | None) -> Terms:
-        listed = 0.0 if choice is None else choice.offer.usd_per_h
-        usd_per_h = listed or (self._snapshot.prices or {}).get(kind_of(role, market))
-        pool = None if choice is None else choice.offer.pool
-        return Terms(choice, usd_per_h, disks.usd_per_h(self._spec, role, pool))
-
-    def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
-        hours_to_serve = self.start_s(role, market) / 3600
-        return choose(pools, self._state.pools, self._placements[role], self._now_s, self._half, hours_to_serve)
-
-    def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
-        offers = self._snapshot.pools or ()
-        pools = [offer for offer in offers if (offer.role, offer.pool.market) == (role, market)]
-        return self._in_one_region(role, pools) if pools else []
-
-    def _in_one_region(self, role: Role, pools: list[PoolOffer]) -> list[PoolOffer]:
-        """Keep the pools in the region of the other nodes, since private addresses do not cross regions.
-
-        Without nodes, keep those in regions that offer both roles, preferably the other role on its own market.
-        """
-        regions = set[tuple[str, str]]().union(*(placement.regions for placement in self._placements.values()))
-        if not regions:
-            others = [offer.pool for offer in self._snapshot.pools or () if offer.role is not role]
-            other = Role.ROLLOUT if role is Role.TRAINER else Role.TRAINER
-            on_own_market = [pool for pool in others if pool.market is market_of(other, self._spec)]
-            if best := _in_regions(pools, {(pool.cloud, pool.region) for pool in on_own_market}):
-                return best
-            regions = {(pool.cloud, pool.region) for pool in others}
-        return _in_regions(pools, regions) if regions else pools
-
-    # Whether the budget covers a machine.
-
-    def is_paid_for(self, market: Market) -> bool:
-        """Whether the budget covers one more rollout node on that market, once leaving nodes are gone."""
-        caps = caps_of(self._state, self._spec)
-        return not caps.are_set or not self._refusal_after_release(market, caps)
-
-    def resume_excess(self, market: Market) -> str:
-        """Return how a parked run that continues, with a rollout node and a trainer, would exceed `budget.usd`.
-
-        Empty if it would not, or if prices are unknown.
-        """
-        usd = caps_of(self._state, self._spec).usd
-        is_unknown = usd is None or self._snapshot.prices is None
-        return "" if is_unknown else self._refusal_after_release(market, Caps(usd, None), allow_unpriced=True)
-
-    def _refusal_after_release(self, market: Market, caps: Caps, *, allow_unpriced: bool = False) -> str:
-        """Return why the budget refuses a rollout node next to the nodes that stay; empty: it does not.
-
-        Rollout nodes without a machine do not count; the trainer that a parked run will request again does.
-        """
-        nodes = [
-            node
-            for node in self._state.nodes.values()
-            if node.phase in FILLING_NODE and (node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED)
-        ]
-        spending = Spending(self._state, self._snapshot, self._spec, nodes, caps)
-        if self._state.phase is RunPhase.PARKED:
-            self.reserve_trainer(spending)
-        usd_per_h = self.terms(Role.ROLLOUT, market, partial(spending.fits, Role.ROLLOUT)).usd_per_h
-        if usd_per_h is None and allow_unpriced:
-            return ""
+    def refusal(self, market: Market, spending: Spending) -> str:
+        """Return why the budget does not cover a rollout node on that market; empty: it does."""
+        usd_per_h = self.terms(Role.ROLLOUT, market, spending).usd_per_h
         return spending.refusal(Role.ROLLOUT, kind_of(Role.ROLLOUT, market), usd_per_h)
-
-    def can_afford(self, spending: Spending, market: Market) -> bool:
-        """Whether the budget covers a rollout node on that market, at a known price."""
-        fits = partial(spending.fits, Role.ROLLOUT)
-        usd_per_h = self.terms(Role.ROLLOUT, market, fits).usd_per_h
-        return usd_per_h is not None and fits(usd_per_h)
 
     def reserve_trainer(self, spending: Spending) -> None:
         """Count the trainer's machine that a parked run will request again.
@@ -511,11 +414,43 @@ class Offers:
         Against the hourly cap it counts at the last one's price where no pool has one: if it costs more, rollout
         nodes make way for it. Against the total cap it counts at its maximum, without which it would be refused.
         """
-        terms = self.terms(Role.TRAINER, market_of(Role.TRAINER, self._spec), lambda _: True)
+        terms = self.terms(Role.TRAINER, market_of(Role.TRAINER, self._spec))
         max_usd, paid_usd = terms.usd_per_h or 0.0, self._state.money.trainer_usd_per_h
         is_priced = terms.choice is not None and terms.choice.offer.usd_per_h > 0
         likely_usd = max_usd if is_priced or not paid_usd else min(max_usd, paid_usd)
-        spending.reserve(Role.TRAINER, likely_usd, max_usd)
+        spending.add(Role.TRAINER, likely_usd, stop_usd(Role.TRAINER, max_usd))
+
+    def add(self, role: Role, terms: Terms) -> None:
+        """Count a machine requested on these terms."""
+        self._placements[role].add(terms.pool)
+
+    def _terms(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Terms:
+        choice = self._choice(role, market, pools)
+        listed = 0.0 if choice is None else choice.offer.usd_per_h
+        usd_per_h = listed or (self._snapshot.prices or {}).get(kind_of(role, market))
+        pool = None if choice is None else choice.offer.pool
+        return Terms(choice, usd_per_h, disks.usd_per_h(self._spec, role, pool))
+
+    def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
+        hours_to_serve = self.start_s(role, market) / 3600
+        return choose(pools, self._state.pools, self._placements[role], self._now_s, self._policy, hours_to_serve)
+
+    def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
+        """Return the role's pools in the region of the other nodes, since private addresses do not cross regions.
+
+        Without nodes, those in regions that offer both roles, preferably the other role on its own market.
+        """
+        offers = self._snapshot.pools or ()
+        pools = [offer for offer in offers if (offer.role, offer.pool.market) == (role, market)]
+        regions = set[tuple[str, str]]().union(*(placement.regions for placement in self._placements.values()))
+        if pools and not regions:
+            others = [offer.pool for offer in offers if offer.role is not role]
+            own = market_of(Role.ROLLOUT if role is Role.TRAINER else Role.TRAINER, self._spec)
+            best = _in_regions(pools, {(pool.cloud, pool.region) for pool in others if pool.market is own})
+            if best:
+                return best
+            regions = {(pool.cloud, pool.region) for pool in others}
+        return _in_regions(pools, regions) if regions else pools
 
 
 def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
@@ -523,14 +458,16 @@ def offers(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Offers:
     return Offers(state, snapshot, spec)
 
 
-def breakers(market: Offers, state: RunState, now_s: float) -> list[tuple[BuyingStopped | BuyingResumed, str]]:
+def breakers(
+    state: RunState, snapshot: Snapshot, spec: RunSpec
+) -> list[tuple[BuyingStopped | BuyingResumed, str]]:
     """Return which kinds stop being bought after repeated failures, and which are bought again, with reasons."""
-    found: list[tuple[BuyingStopped | BuyingResumed, str]] = []
+    market, found = Offers(state, snapshot, spec), list[tuple[BuyingStopped | BuyingResumed, str]]()
     for name, kind in state.kinds.items():
-        if kind.fails and not kind.stopped and not market.has_working_pool(name, kind):
+        if kind.fails and not kind.stopped and not market.has_working_pool(*_KINDS[name]):
             reason = f"{kind.failures_in_a_row} failures in a row: {kind.last_failure}"
             found.append((BuyingStopped(name, reason), f"stopped buying {name}: {reason}"))
-        elif kind.stopped and (not kind.fails or _has_recovered(state, name, kind, now_s)):
+        elif kind.stopped and (not kind.fails or _has_recovered(state, name, kind, snapshot.now_s)):
             found.append((BuyingResumed(name), f"buying {name} again"))
     return found
 

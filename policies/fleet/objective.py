@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.model.state import Node, RunState
+from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
 NOISE_SHARE = 0.03  # of a step's cost: smaller differences are within the measurement error
@@ -55,9 +55,9 @@ class Candidate:
 
     @property
     def sentence(self) -> str:
-        if self.step_s is not None:
-            return f"{self.name}: {_usd(self.step_usd)} USD a step"
-        return f"{self.name}: {self.usd_per_h:.2f} USD/h and no steps"
+        if self.step_s is None:
+            return f"{self.name}: {self.usd_per_h:.2f} USD/h and no steps"
+        return f"{self.name}: {self.step_usd:.{2 if self.step_usd >= 1 else 3}f} USD a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,6 @@ class Comparison:
     worth_usd: float  # of a step
     horizon_s: float
     candidates: tuple[Candidate, ...]
-    reference: Candidate | None = None  # the cost of a step with on-demand nodes, bought only in a shortage
     unknown: str = ""  # the unknown that was replaced by a guess; the resulting numbers are not shown
 
     @property
@@ -82,42 +81,36 @@ class Comparison:
     @property
     def difference_usd(self) -> float:
         """How much more the runner-up loses over the horizon."""
-        if self.runner_up is None:
-            return 0.0
-        best, other = (candidate.loss_usd(self.worth_usd, self.horizon_s) for candidate in self.candidates[:2])
+        shown = self.best, self.runner_up or self.best
+        best, other = (candidate.loss_usd(self.worth_usd, self.horizon_s) for candidate in shown)
         return other - best
 
     @property
     def sentence(self) -> str:
-        """`3 on spot at 2.10 USD/h: 0.83 USD a step; 2 on spot: 0.91; 2 on demand: 1.10`."""
-        others = [candidate for candidate in (self.runner_up, self.reference) if candidate is not None]
-        shown = (self.best, *others)
+        """`3 on spot at 2.10 USD/h: 0.83 USD a step; 2 on spot: 0.91 USD a step`."""
         if self.unknown:
-            return f"{' rather than '.join(candidate.name for candidate in shown)}: {self.unknown}"
-        if any(candidate.step_s is None for candidate in shown):
-            return "; ".join(candidate.sentence for candidate in shown)
-        return "; ".join(
-            [self.best.sentence, *(f"{candidate.name}: {_usd(candidate.step_usd)}" for candidate in others)]
-        )
-
-
-def _usd(value: float) -> str:
-    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+            names = " rather than ".join(candidate.name for candidate in self.candidates[:2])
+            return f"{names}: {self.unknown}"
+        return "; ".join(candidate.sentence for candidate in self.candidates[:2])
 
 
 def compare(
-    question: str, candidates: Sequence[Candidate], horizon_s: float, worth_usd: float | None = None
+    question: str,
+    candidates: Sequence[Candidate],
+    horizon_s: float,
+    worth_usd: float | None = None,
+    unknown: str = "",
 ) -> Comparison:
     """Rank the candidates by their loss. The first of equals wins, so put the present allocation first.
 
-    `worth_usd`: of a step; None: the cheapest candidate's cost of a step.
+    `worth_usd`: of a step; None: the cheapest candidate's cost of a step. `unknown`: see Comparison.
     """
     costs = [candidate.step_usd for candidate in candidates if candidate.step_s is not None]
     worth = min(costs, default=0.0) if worth_usd is None else worth_usd
     ranked = sorted(
         candidates, key=lambda candidate: (not candidate.in_time, candidate.loss_usd(worth, horizon_s))
     )
-    return Comparison(question, worth, horizon_s, tuple(ranked))
+    return Comparison(question, worth, horizon_s, tuple(ranked), unknown)
 
 
 # Sizes of the fleet.
@@ -133,10 +126,12 @@ def hourly_prices(state: RunState) -> HourlyPrices:
     """Return the price of the trainer and the average price of a rollout node, of present machines; 0: unknown."""
     trainer_usd, rollouts = 0.0, list[float]()
     for node in state.nodes.values():
-        if node.role is Role.TRAINER and node.phase in LIVE_NODE and node.phase is not NodePhase.REQUESTED:
+        if node.phase not in LIVE_NODE or node.price_usd_per_h <= 0:
+            continue
+        if node.role is Role.ROLLOUT and not node.is_fallback:
+            rollouts.append(node.price_usd_per_h)
+        elif node.role is Role.TRAINER and node.phase is not NodePhase.REQUESTED:
             trainer_usd = max(trainer_usd, node.price_usd_per_h)
-        elif node.role is Role.ROLLOUT and node.phase in LIVE_NODE and not node.is_fallback:
-            rollouts += [node.price_usd_per_h] if node.price_usd_per_h > 0 else []
     return HourlyPrices(trainer_usd, sum(rollouts) / len(rollouts) if rollouts else 0.0)
 
 
@@ -148,16 +143,13 @@ def compare_sizes(
     bounds: tuple[int, int],
     start_s: float,
     horizon_s: float = 0.0,
-    zones: str = "",
-    on_demand_usd_per_h: float = 0.0,
     nodes_usd_per_h: Sequence[float] = (),
     next_usd_per_h: float = 0.0,
 ) -> Comparison:
     """Compare sizes of the fleet within `bounds`; each node that is started or returned costs a start.
 
-    `horizon_s`: 0 if no change is allowed. `zones`: of the present nodes, for display. `on_demand_usd_per_h`: of
-    an on-demand node, for reference; 0 if they may not be bought. `nodes_usd_per_h`: of each present node; the
-    most expensive are returned first. `next_usd_per_h`: of a further node; 0: the average.
+    `horizon_s`: 0 if no change is allowed. `nodes_usd_per_h`: of each present node; the most expensive are
+    returned first. `next_usd_per_h`: of a further node; 0: the average.
     """
     low, high = bounds
     node_usd = prices.node_usd_per_h
@@ -165,27 +157,19 @@ def compare_sizes(
     where = "on spot" if market is Market.SPOT else "on demand"
     cheapest, next_usd = sorted(nodes_usd_per_h), next_usd_per_h or node_usd
 
-    def nodes_usd(count: int) -> float:
-        return sum(cheapest[:count]) + max(0, count - len(cheapest)) * next_usd
-
-    candidates = [
-        Candidate(
-            name=f"{count} {where}{zones} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
-            usd_per_h=prices.other_usd_per_h + nodes_usd(count),
+    def candidate(count: int) -> Candidate:
+        nodes_usd = sum(cheapest[:count]) + max(0, count - len(cheapest)) * next_usd
+        return Candidate(
+            name=f"{count} {where} at {node_usd:.2f} USD/h" if count == now else f"{count} {where}",
+            usd_per_h=prices.other_usd_per_h + nodes_usd,
             step_s=shape.seconds(max(1, count)),
             change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,
             in_time=count >= low or not horizon_s,
         )
-        for count in dict.fromkeys([now, *candidate_counts(shape, prices, low, high)])
-    ]
-    reference = None
-    if on_demand_usd_per_h > 0:
-        bought = HourlyPrices(prices.other_usd_per_h, on_demand_usd_per_h)
-        count = best_count(shape, bought, low, max(low, high))
-        usd_per_h = bought.other_usd_per_h + count * on_demand_usd_per_h
-        reference = Candidate(f"{count} on demand", usd_per_h, shape.seconds(count), on_demand=count)
-    return replace(compare("size", candidates, horizon_s), reference=reference)
+
+    counts = dict.fromkeys([now, *candidate_counts(shape, prices, low, high)])
+    return compare("size", [candidate(count) for count in counts], horizon_s)
 
 
 def candidate_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> list[int]:
@@ -194,12 +178,6 @@ def candidate_counts(shape: StepShape, prices: HourlyPrices, low: int, high: int
         return list(range(low, high + 1))
     best = best_count(shape, prices, low, high)
     return sorted({low, *(count for count in (best - 1, best, best + 1) if low <= count <= high), high})
-
-
-def zones_of(nodes: Sequence[Node]) -> str:
-    """Return ` in us-east-1a and us-east-1b`; empty for more than two zones, or without any known."""
-    zones = sorted({node.pool.zone for node in nodes if node.pool is not None and node.pool.zone})
-    return f" in {' and '.join(zones)}" if 0 < len(zones) <= 2 else ""
 
 
 def size_summary(shape: StepShape, prices: HourlyPrices) -> str:

@@ -1,10 +1,9 @@
 """Plan the fleet: choose what the run should have now, by the objective in `policies.fleet.objective`.
 
-Five questions are answered by comparing a few candidates each:
+Four questions are answered by comparing a few candidates each:
 
 - how many nodes to run if spot is available;
 - how many on-demand nodes replace unavailable spot;
-- whether to return those on-demand nodes;
 - whether a trainer without rollout nodes waits, generates alone, or parks;
 - whether rollout nodes without a trainer are kept.
 
@@ -15,14 +14,13 @@ purchases are checked against the budget in `policies.fleet.reconcile`. This mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, step_usd
-from grpo_orch.policies.fleet.budget import Spending, caps_of
-from grpo_orch.policies.fleet.deadline import DeadlineProgress, deadline_progress, nodes_in_time
+from grpo_orch.policies.fleet.budget import Spending, are_set, caps_of
 from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
+from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_in_time
 from grpo_orch.policies.fleet.market import LOSSES_PER_H, Offers, market_of, may_fall_back
 from grpo_orch.policies.fleet.objective import (
     NOISE_SHARE,
@@ -34,35 +32,33 @@ from grpo_orch.policies.fleet.objective import (
     hourly_prices,
     rollouts_wanted,
     size_summary,
-    zones_of,
 )
 from grpo_orch.policies.model.breaker import PROBE_MAX_S, SPOT_STABLE_S
 from grpo_orch.policies.model.loss import steps_of_generation
 from grpo_orch.policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
-from grpo_orch.policies.model.spec import RunSpec, processes_of, stores_checkpoints
+from grpo_orch.policies.model.spec import Budget, RunSpec, processes_of, stores_checkpoints
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
-from grpo_orch.policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot, Trainer
+from grpo_orch.policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot
 
 WAIT_MIN_S = 60.0  # a shorter run of refusals is no shortage
 IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and returning one takes about as long
 SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
 # An on-demand node serves this long before spot is retried; a failed try costs a few %.
 FALLBACK_MIN_S = PROBE_MAX_S
-# Logged steps until a step with the trainer's own generation is measured: it ends at the next generation's row.
-OWN_STEP_ROWS = 2
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
+WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
+KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """The machines that the run should have, and why."""
 
-    trainer: bool = False
     spot: int = 0  # rollout nodes on the market that run.yaml names for them
     on_demand: int = 0  # rollout nodes that replace unavailable spot
-    probes: tuple[Market, ...] = ()  # where a parked run requests its one node: the first market that is open
+    parked: str = ""  # what a parked run waits for: it has no trainer, and requests one node, the first available
     size_reason: str = ""  # why `spot` changed
     park_reason: str = ""  # why the run parks and returns the trainer's machine too
     release_reason: str = ""  # why all rollout nodes are returned
@@ -75,23 +71,8 @@ class Allocation:
     @property
     def sentence(self) -> str:
         """The plan as one sentence; empty while nothing was compared."""
-        if reason := self.stop_reason or self.park_reason or self.release_reason:
-            return reason
-        if not self.trainer:
-            return f"parked: {_probe_sentence(self.probes)}"
-        return self.comparisons[-1].sentence if self.comparisons else ""
-
-
-def _probe_sentence(probes: Sequence[Market]) -> str:
-    if not probes:
-        return "no rollout node is requested until the machines that are starting or leaving have settled"
-    where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in probes)
-    return (
-        f"one rollout node is requested periodically, {where}; the trainer's machine follows once it has started"
-    )
-
-
-# The inputs of a plan.
+        reason = self.stop_reason or self.park_reason or self.release_reason or self.parked
+        return reason or (self.comparisons[-1].sentence if self.comparisons else "")
 
 
 def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
@@ -101,494 +82,404 @@ def wanted_slots(spec: RunSpec) -> Iterator[tuple[Role, str, bool]]:
         yield Role.ROLLOUT, slot_of(Role.ROLLOUT, index), index < spec.rollout.replicas.min
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """The run's fleet as the plan sees it. Each derived value is computed once."""
-
-    market: Offers
-    state: RunState
-    snapshot: Snapshot
-    spec: RunSpec
-    spot: list[Node] = field(init=False, default_factory=list)
-    fallback: list[Node] = field(init=False, default_factory=list)
-    prices: HourlyPrices = field(init=False, default=HourlyPrices(0.0, 0.0))
-
-    def __post_init__(self) -> None:
-        for node in self.state.nodes.values():
-            if node.role is Role.ROLLOUT and node.phase in FILLING_NODE:
-                (self.fallback if node.is_fallback else self.spot).append(node)
-        object.__setattr__(self, "prices", hourly_prices(self.state))
-
-    @property
-    def now_s(self) -> float:
-        return self.snapshot.now_s
-
-    @cached_property
-    def progress(self) -> DeadlineProgress | None:
-        return deadline_progress(self.state, self.spec, self.snapshot.trainer, self.now_s)
-
-    @property
-    def is_behind(self) -> bool:
-        return self.progress is not None and self.progress.is_behind
-
-    @cached_property
-    def held(self) -> list[Node]:
-        """Spot nodes that have served long enough to count as stable."""
-        serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
-        return [node for node in serving if self.waited_s(node.since_s) >= SPOT_STABLE_S]
-
-    @cached_property
-    def on_demand_usd_per_h(self) -> float:
-        """USD an hour of an on-demand rollout node: the average seen, else the maximum; 0: unknown."""
-        live = [*self.spot, *self.fallback]
-        seen = [node.on_demand_usd_per_h for node in live if node.on_demand_usd_per_h > 0]
-        return sum(seen) / len(seen) if seen else self.market.max_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
-
-    @cached_property
-    def may_use_both(self) -> bool:
-        """Whether on demand may replace spot: run.yaml allows it, and spot machines do not fail to serve.
-
-        While a parked run is refused spot, no spot machine can show that they serve again, so on demand is tried.
-        """
-        kind = self.market.kind(Role.ROLLOUT, Market.SPOT)
-        is_unknown = self.state.phase is RunPhase.PARKED and kind.refused_in_a_row > 0
-        return may_fall_back(self.spec) and self.on_demand_usd_per_h > 0 and (is_unknown or not kind.never_serves)
-
-    @property
-    def may_buy_fallback(self) -> bool:
-        return self.may_use_both and self.prices.other_usd_per_h > 0
-
-    @cached_property
-    def is_spot_too_expensive(self) -> bool:
-        """Whether a first node fits the budget on demand but not on spot. Waiting for spot would not help."""
-        is_parked = self.state.phase is RunPhase.PARKED  # no trainer, whose price `may_buy_fallback` needs
-        if not (self.may_use_both if is_parked else self.may_buy_fallback) or self.spot:
-            return False
-        if self.market.is_paid_for(Market.SPOT):
-            return False
-        return self.market.is_paid_for(Market.ON_DEMAND)
-
-    def waited_s(self, since_s: float) -> float:
-        return self.now_s - since_s
-
-
 def plan(market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> Allocation:
     """Return what a live run should have now."""
-    facts = _Facts(market, state, snapshot, spec)
-    caps = caps_of(state, spec)
-    if caps.usd is not None and (reason := Spending(state, snapshot, spec).exceeded()):
+    if caps_of(state, spec).usd is not None and (reason := Spending(state, snapshot, spec).exceeded()):
         return Allocation(stop_reason=reason)
-    if state.phase is RunPhase.PARKED:
-        return _parked(facts)
-    size, sized = _size(facts)
-    fallback, shortage = _fallback(facts)
-    idle = _idle_trainer(facts) if state.phase is RunPhase.TRAINING else None
-    held = _without_trainer(facts)
-    comparisons = tuple(compared for compared in (sized, shortage, idle, held) if compared is not None)
-    is_changed = size != rollouts_wanted(state, spec)
-    retries_spot = fallback >= len(facts.fallback) and _retries_spot(facts)
-    return Allocation(
-        trainer=True,
-        spot=size,
-        on_demand=len(facts.fallback) - 1 if retries_spot else fallback,
-        size_reason=f"{sized.sentence}; {_size_reason(facts)}" if is_changed and sized is not None else "",
-        park_reason=_park_reason(facts) if idle is not None and idle.best.name == PARK else "",
-        release_reason=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
-        retries_spot=retries_spot,
-        spot_too_expensive=facts.is_spot_too_expensive,
-        is_behind=facts.is_behind,
-        comparisons=comparisons,
-    )
+    return _Planner(market, state, snapshot, spec).plan()
 
 
-# How many nodes to run, if spot is available.
+class _Planner:
+    """The run's fleet in this tick, and the comparisons of what it could be."""
 
-
-def _size(facts: _Facts) -> tuple[int, Comparison | None]:
-    """Compare sizes of the fleet. Before steps are measured and prices known, the size is `replicas.max`."""
-    shape, prices, replicas = facts.snapshot.measured.step, facts.prices, facts.spec.rollout.replicas
-    now, market = rollouts_wanted(facts.state, facts.spec), _own_market(facts)
-    if shape is None or not prices.known or replicas.min >= replicas.max:
-        return now, None
-    if facts.spec.policies.fleet.deadline is not None and facts.progress is None:
-        return now, None  # the run's progress is unknown at this moment
-    low = max(1, replicas.min, nodes_in_time(facts.progress, shape, replicas.max, now))
-    lifetime_s = 3600 / LOSSES_PER_H[market]
-    sized_s = math.inf if facts.state.size.nodes is None else facts.waited_s(facts.state.size.at_s)
-    horizon_s = min(sized_s, lifetime_s) if sized_s >= SIZE_SETTLE_S else 0.0  # 0: the last change has not settled
-    start_s = facts.market.start_s(Role.ROLLOUT, market)
-    on_demand_usd = facts.on_demand_usd_per_h if facts.may_buy_fallback else 0.0
-    found = compare_sizes(
-        shape,
-        prices,
-        market,
-        now,
-        (low, replicas.max),
-        start_s,
-        horizon_s,
-        zones_of(facts.spot),
-        on_demand_usd,
-        [node.price_usd_per_h for node in facts.spot if node.price_usd_per_h > 0],
-        facts.market.next_usd_per_h(Role.ROLLOUT, market),
-    )
-    return (found.best.spot if horizon_s else now), found
-
-
-def _size_reason(facts: _Facts) -> str:
-    shape, course = facts.snapshot.measured.step, facts.progress
-    assert shape is not None
-    now, max_nodes = rollouts_wanted(facts.state, facts.spec), facts.spec.rollout.replicas.max
-    needed = nodes_in_time(course, shape, max_nodes, now)
-    cheapest = size_summary(shape, facts.prices)
-    if course is None or not needed:
-        return cheapest
-    pace = f"{course.steps_left} steps remain, with {course.step_s:.1f} s for each"
-    return f"{cheapest}; {needed} nodes meet the deadline: {pace}"
-
-
-def _own_market(facts: _Facts) -> Market:
-    return market_of(Role.ROLLOUT, facts.spec)
-
-
-# How many on-demand nodes replace unavailable spot.
-
-
-def _fallback(facts: _Facts) -> tuple[int, Comparison | None]:
-    """Compare numbers of on-demand nodes, in addition to the present spot nodes."""
-    if (found := _fallback_to_return(facts)) is not None and found.best.on_demand < len(facts.fallback):
-        return found.best.on_demand, found
-    if (found := _fallback_to_buy(facts)) is not None:
-        return max(found.best.on_demand, len(facts.fallback)), found
-    return len(facts.fallback), None
-
-
-def _fallback_to_return(facts: _Facts) -> Comparison | None:
-    """Compare returning on-demand nodes, once stable spot nodes can replace them and the deadline stays safe.
-
-    None are returned while the cloud does not answer: it is unknown which machines still exist.
-    """
-    if facts.snapshot.machines is None or not facts.fallback:
-        return None
-    held = facts.held
-    if not held or (facts.progress is not None and not facts.progress.is_safe):
-        return None
-    count, max_count = len(facts.fallback), max(0, facts.spec.rollout.replicas.max - len(held))
-    counts = range(_fallback_min(facts, len(held)), min(count, max_count) + 1)
-    candidates = _fallback_candidates(facts, len(held), counts)
-    # Another count has to be cheaper by more than the measurement error, or noise would buy and return nodes.
-    present_usd = sum(candidate.usd_per_h for candidate in candidates if candidate.on_demand == count)
-    noise_usd = NOISE_SHARE * present_usd * SPOT_STABLE_S / 3600
-    candidates = [
-        candidate if candidate.on_demand == count else replace(candidate, change_usd=noise_usd)
-        for candidate in candidates
-    ]
-    return _mark_guess(facts, compare("return on demand", candidates, SPOT_STABLE_S)) if candidates else None
-
-
-def _fallback_to_buy(facts: _Facts) -> Comparison | None:
-    """Compare waiting for spot, on-demand nodes, and the trainer's own generation where that is measured.
-
-    No nodes are bought until the shortage has lasted a minute.
-
-    With k nodes on spot at q an hour, j on demand at p and P for everything else, a step costs
-    (P - k (p - q) + (k + j) p)(a + b/(k + j)): the formula of `policies.costs.steps` with a smaller P.
-    """
-    present, fallback = sum(node.phase is not NodePhase.REQUESTED for node in facts.spot), len(facts.fallback)
-    horizon_s = _shortage_s(facts, present)
-    if horizon_s < WAIT_MIN_S:
-        return None
-    shape, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices.other_usd_per_h
-    other_usd = usd - present * (facts.on_demand_usd_per_h - _spot_usd_per_h(facts))
-    low = max(1, _fallback_min(facts, present) + present)
-    totals = candidate_counts(
-        shape, HourlyPrices(other_usd, facts.on_demand_usd_per_h), low, max(low, facts.spec.rollout.replicas.max)
-    )
-    bought = [count - present for count in totals if count - present > fallback]
-    candidates = _fallback_candidates(facts, present, [fallback, *bought])
-    own = facts.snapshot.measured.own_step
-    if own is not None and present + fallback == 0 and facts.spec.rollout.own_generation_after_s is not None:
-        candidates.insert(1, Candidate(OWN, usd, own.seconds(1), in_time=not facts.is_behind))
-    return _mark_guess(facts, compare("shortage of spot", candidates, horizon_s))
-
-
-def _mark_guess(facts: _Facts, compared: Comparison) -> Comparison:
-    return compared if facts.snapshot.measured.step is not None else replace(compared, unknown=NOT_MEASURED)
-
-
-def _shortage_s(facts: _Facts, present: int) -> float:
-    """Return for how long on-demand nodes would have helped a working trainer; 0: they would not, or may not."""
-    trainers = [node for node in facts.state.trainer_machines if node.phase is NodePhase.SERVING]
-    lifetime_s, spot_since_s = 3600 / LOSSES_PER_H[Market.SPOT], facts.state.shortages.spot_since_s
-    if not trainers or not facts.may_buy_fallback or present >= rollouts_wanted(facts.state, facts.spec):
-        return 0.0
-    if facts.is_spot_too_expensive:
-        return lifetime_s
-    if spot_since_s is None or facts.market.kind(Role.ROLLOUT, Market.SPOT).machines_never_work:
-        return 0.0  # machines that never serve would not on another market either
-    since_s = max(spot_since_s, trainers[0].since_s, _shortage_since_s(facts))
-    return min(facts.waited_s(since_s), lifetime_s)
-
-
-def _shortage_since_s(facts: _Facts) -> float:
-    """Return since when a requested spot node is missing, after an earlier shortage has ended; 0: it has not.
-
-    It has ended when a spot node is stable and none is refused. A larger fleet, or a replacement for a broken
-    machine, counts as a shortage only from its request on.
-    """
-    if not facts.held or facts.market.kind(Role.ROLLOUT, Market.SPOT).refused_in_a_row:
-        return 0.0
-    requested_s = [node.requested_at_s for node in facts.spot if node.phase is NodePhase.REQUESTED]
-    return min(requested_s, default=facts.now_s)
-
-
-def _fallback_min(facts: _Facts, spot: int) -> int:
-    """Return how many on-demand nodes run.yaml's minimum and the deadline need in addition to `spot` nodes."""
-    shape, replicas = facts.snapshot.measured.step, facts.spec.rollout.replicas
-    needed = 0
-    if shape is not None:
-        needed = nodes_in_time(facts.progress, shape, replicas.max, spot + len(facts.fallback))
-    return max(0, min(max(1, replicas.min, needed), max(1, replicas.max)) - spot)
-
-
-def _fallback_candidates(facts: _Facts, spot: int, counts: Sequence[int]) -> list[Candidate]:
-    """Return candidates with `spot` spot nodes and each count of on-demand nodes, in the order of `counts`."""
-    shape, prices, usd = facts.snapshot.measured.step or UNMEASURED, facts.prices, facts.on_demand_usd_per_h
-    start_usd = usd * fallback_boot_s(facts.state) / 3600
-    fallback_min, fallback = _fallback_min(facts, spot), len(facts.fallback)
-    nodes_min = max(1, facts.spec.rollout.replicas.min)  # a smaller fleet makes no step
-    return [
-        Candidate(
-            name=_mix_name(spot, count),
-            usd_per_h=prices.other_usd_per_h + spot * _spot_usd_per_h(facts) + count * usd,
-            step_s=None if count + spot < nodes_min else shape.seconds(spot + count),
-            change_usd=max(0, count - fallback) * start_usd,
-            spot=spot,
-            on_demand=count,
-            in_time=count >= fallback_min or not facts.is_behind,
+    def __init__(self, market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
+        self.market, self.state, self.snapshot, self.spec = market, state, snapshot, spec
+        self.replicas, self.own_market = spec.rollout.replicas, market_of(Role.ROLLOUT, spec)
+        self.is_parked = state.phase is RunPhase.PARKED
+        rollouts = [node for node in state.nodes.values() if node.role is Role.ROLLOUT]
+        self.filling = [node for node in rollouts if node.phase in FILLING_NODE]
+        self.fallback = [node for node in self.filling if node.is_fallback]
+        self.spot = [node for node in self.filling if not node.is_fallback]
+        stable_s = snapshot.now_s - SPOT_STABLE_S
+        serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
+        self.stable = len([node for node in serving if node.since_s <= stable_s])
+        self.wanted = rollouts_wanted(state, spec)
+        self.shape, self.prices = snapshot.measured.step, hourly_prices(state)
+        self.progress = deadline_progress(state, spec, snapshot.trainer, snapshot.now_s)
+        self.is_behind = self.progress is not None and self.progress.is_behind
+        self.is_safe = self.progress is None or self.progress.is_safe
+        # Of an on-demand rollout node: the average seen, else the maximum; 0: unknown.
+        seen = [node.on_demand_usd_per_h for node in self.filling if node.on_demand_usd_per_h > 0]
+        most_usd = market.max_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
+        self.on_demand_usd = sum(seen) / len(seen) if seen else most_usd
+        self.spot_usd = min(self.prices.node_usd_per_h, self.on_demand_usd)
+        # On demand may replace spot if run.yaml allows it, and spot machines do not fail to serve. While a parked
+        # run is refused spot, no spot machine can show that they serve again, so on demand is tried.
+        kind = market.kind(Role.ROLLOUT, Market.SPOT)
+        may_serve = not kind.never_serves or (self.is_parked and kind.refused_in_a_row > 0)
+        is_priced = self.is_parked or self.prices.other_usd_per_h > 0  # a parked run has no trainer with a price
+        self.may_fall_back = may_fall_back(spec) and self.on_demand_usd > 0 and may_serve and is_priced
+        # A first node fits the budget on demand but not on spot: waiting for spot would not help.
+        self.is_spot_too_expensive = (
+            self.may_fall_back
+            and not self.spot
+            and bool(self.refusal(Market.SPOT))
+            and not self.refusal(Market.ON_DEMAND)
         )
-        for count in dict.fromkeys(counts)
-    ]
+
+    def plan(self) -> Allocation:
+        held = self.idle_nodes()
+        released = Allocation(
+            spot=len(self.spot),
+            on_demand=len(self.fallback),
+            release_reason=self.release_reason if held is not None and held.best.name == RETURN else "",
+            spot_too_expensive=self.is_spot_too_expensive,
+            is_behind=self.is_behind,
+        )
+        if self.is_parked:
+            return self.parked(replace(released, comparisons=() if held is None else (held,)))
+        sized, (on_demand, shortage), idle = self.size(), self.on_demand(), self.idle_trainer()
+        size = self.wanted if sized is None or not sized.horizon_s else sized.best.spot
+        retries_spot = on_demand >= len(self.fallback) and self.retries_spot()
+        return replace(
+            released,
+            spot=size,
+            on_demand=len(self.fallback) - 1 if retries_spot else on_demand,
+            size_reason=f"{sized.sentence}; {self.size_reason()}" if sized and size != self.wanted else "",
+            park_reason=self.park_reason(idle) if idle is not None and idle.best.name == PARK else "",
+            retries_spot=retries_spot,
+            comparisons=tuple(compared for compared in (sized, shortage, idle, held) if compared is not None),
+        )
+
+    def waited_s(self, since_s: float) -> float:
+        return self.snapshot.now_s - since_s
+
+    # How many nodes to run, if spot is available.
+
+    def size(self) -> Comparison | None:
+        """Compare sizes of the fleet; None before steps are measured and prices and progress known."""
+        if self.shape is None or not self.prices.known or self.replicas.min >= self.replicas.max:
+            return None
+        if self.spec.policies.fleet.deadline is not None and self.progress is None:
+            return None
+        needed = nodes_in_time(self.progress, self.shape, self.replicas.max, self.wanted)
+        sized_s = math.inf if self.state.size.nodes is None else self.waited_s(self.state.size.at_s)
+        lifetime_s = 3600 / LOSSES_PER_H[self.own_market]
+        return compare_sizes(
+            self.shape,
+            self.prices,
+            self.own_market,
+            self.wanted,
+            (max(1, self.replicas.min, needed), self.replicas.max),
+            self.market.start_s(Role.ROLLOUT, self.own_market),
+            min(sized_s, lifetime_s) if sized_s >= SIZE_SETTLE_S else 0.0,  # 0: the last change has not settled
+            [node.price_usd_per_h for node in self.spot if node.price_usd_per_h > 0],
+            self.market.next_usd_per_h(Role.ROLLOUT, self.own_market),
+        )
+
+    def size_reason(self) -> str:
+        assert self.shape is not None
+        needed = nodes_in_time(self.progress, self.shape, self.replicas.max, self.wanted)
+        cheapest = size_summary(self.shape, self.prices)
+        if self.progress is None or not needed:
+            return cheapest
+        pace = f"{self.progress.steps_left} steps remain, with {self.progress.step_s:.1f} s for each"
+        return f"{cheapest}; {needed} nodes meet the deadline: {pace}"
+
+    # How many on-demand nodes replace unavailable spot.
+
+    def on_demand(self) -> tuple[int, Comparison | None]:
+        """Compare numbers of on-demand nodes: fewer next to stable spot nodes, or more in a shortage.
+
+        Fewer, once the deadline is safe, and not while the cloud does not answer: it is unknown which machines
+        still exist. More, once the shortage has lasted a minute.
+        """
+        count = len(self.fallback)
+        present = len([node for node in self.spot if node.phase is not NodePhase.REQUESTED])
+        if count and self.stable and self.is_safe and self.snapshot.machines is not None:
+            fewer = range(min(count, max(0, self.replicas.max - self.stable)) + 1)
+            found = self.compare_mixes("return on demand", self.stable, fewer, SPOT_STABLE_S)
+            if found.best.on_demand < count:
+                return found.best.on_demand, found
+        if (horizon_s := self.shortage_s(present)) < WAIT_MIN_S:
+            return count, None
+        # With k nodes on spot at q an hour, j on demand at p and P for everything else, a step costs
+        # (P - k (p - q) + (k + j) p)(a + b/(k + j)): the formula of `policies.costs.steps` with a smaller P.
+        other_usd = self.prices.other_usd_per_h - present * (self.on_demand_usd - self.spot_usd)
+        prices, low = HourlyPrices(other_usd, self.on_demand_usd), max(1, self.needed(present) + present)
+        totals = candidate_counts(self.shape or UNMEASURED, prices, low, max(low, self.replicas.max))
+        more = [count, *(total - present for total in totals if total - present > count)]
+        found = self.compare_mixes("shortage of spot", present, more, horizon_s)
+        return max(found.best.on_demand, count), found
+
+    def compare_mixes(self, question: str, spot: int, counts: Iterable[int], horizon_s: float) -> Comparison:
+        """Compare `spot` spot nodes with each count of on-demand nodes.
+
+        Another count than the present one costs its starts, or has to be cheaper by more than the measurement
+        error: noise must not buy and return nodes.
+        """
+        present, needed, shape = len(self.fallback), self.needed(spot), self.shape or UNMEASURED
+        spot_usd = self.prices.other_usd_per_h + spot * self.spot_usd
+        start_usd = self.on_demand_usd * fallback_boot_s(self.state) / 3600
+        noise_usd = NOISE_SHARE * (spot_usd + present * self.on_demand_usd) * horizon_s / 3600
+        candidates = [
+            Candidate(
+                name=_mix_name(spot, count),
+                usd_per_h=spot_usd + count * self.on_demand_usd,
+                # A smaller fleet than run.yaml's minimum makes no step.
+                step_s=shape.seconds(spot + count) if spot + count >= max(1, self.replicas.min) else None,
+                change_usd=(count - present) * start_usd if count >= present else noise_usd,
+                spot=spot,
+                on_demand=count,
+                in_time=count >= needed or not self.is_behind,
+            )
+            for count in dict.fromkeys(counts)
+            if count >= min(needed, present)
+        ]
+        own = self.snapshot.measured.own_step
+        if own is not None and not spot + present and self.spec.rollout.own_generation_after_s is not None:
+            alone = Candidate(OWN, spot_usd, own.seconds(1), in_time=not self.is_behind)
+            candidates.insert(1, alone)
+        return compare(question, candidates, horizon_s, unknown="" if self.shape else NOT_MEASURED)
+
+    def needed(self, spot: int) -> int:
+        """Return how many on-demand nodes run.yaml's minimum and the deadline need in addition to `spot` nodes."""
+        low, high = max(1, self.replicas.min), max(1, self.replicas.max)
+        if self.shape is not None:
+            low = max(low, nodes_in_time(self.progress, self.shape, high, spot + len(self.fallback)))
+        return max(0, min(low, high) - spot)
+
+    def shortage_s(self, present: int) -> float:
+        """Return for how long on-demand nodes would have helped a working trainer; 0: they would not, or may not.
+
+        A shortage ends when a spot node is stable and none is refused. After that, a larger fleet, or a
+        replacement for a broken machine, counts only from its request on.
+        """
+        kind, lifetime_s = self.market.kind(Role.ROLLOUT, Market.SPOT), 3600 / LOSSES_PER_H[Market.SPOT]
+        trainers = [node for node in self.state.trainer_machines if node.phase is NodePhase.SERVING]
+        since_s = self.state.shortages.spot_since_s
+        if not trainers or not self.may_fall_back or present >= self.wanted:
+            return 0.0
+        if self.is_spot_too_expensive:
+            return lifetime_s
+        if since_s is None or kind.machines_never_work:
+            return 0.0  # machines that never serve would not on another market either
+        if self.stable and not kind.refused_in_a_row:
+            requested_s = [node.requested_at_s for node in self.spot if node.phase is NodePhase.REQUESTED]
+            since_s = max(since_s, min(requested_s, default=self.snapshot.now_s))
+        return min(self.waited_s(max(since_s, trainers[0].since_s)), lifetime_s)
+
+    def retries_spot(self) -> bool:
+        """Whether to return an on-demand node because a spot machine fits under the cap only in its place.
+
+        Not while machines start or leave, not before each has served for FALLBACK_MIN_S, and not the only node
+        while the deadline depends on it.
+        """
+        if not self.fallback or len(self.spot) >= self.wanted:
+            return False
+        nodes = self.state.nodes.values()
+        if any(node.role is Role.ROLLOUT and node.phase is not NodePhase.SERVING for node in nodes):
+            return False
+        if any(self.waited_s(node.since_s) < FALLBACK_MIN_S for node in self.fallback):
+            return False
+        if len(self.filling) == 1 and not self.is_safe:
+            return False
+        if not self.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
+            return False
+        returned = max(self.fallback, key=lambda node: node.usd_per_h)
+        others = [node for node in nodes if node is not returned]
+        spending = [Spending(self.state, self.snapshot, self.spec, nodes) for nodes in (None, others)]
+        refused, refused_without = (self.market.refusal(Market.SPOT, money) for money in spending)
+        return bool(refused) and not refused_without
+
+    # What the budget covers.
+
+    def refusal(self, market: Market, caps: Budget | None = None) -> str:
+        """Return why the budget refuses one more rollout node next to the nodes that stay; empty: it does not.
+
+        Rollout nodes without a machine do not count; the trainer that a parked run will request again does.
+        """
+        caps = caps or caps_of(self.state, self.spec)
+        if not are_set(caps):
+            return ""
+        nodes = [
+            node
+            for node in self.state.nodes.values()
+            if node.phase in FILLING_NODE and (node.role is Role.TRAINER or node.phase is not NodePhase.REQUESTED)
+        ]
+        spending = Spending(self.state, self.snapshot, self.spec, nodes, caps)
+        if self.is_parked:
+            self.market.reserve_trainer(spending)
+        return self.market.refusal(market, spending)
+
+    # A trainer without rollout nodes: it waits, generates alone, or the run parks.
+
+    def idle_trainer(self) -> Comparison | None:
+        """Compare waiting, own generation and parking for a waiting trainer for which no market has a node."""
+        node = self.waiting_trainer()
+        if node is None or self.state.shortages.rollout_since_s is None or not self.is_nothing_available():
+            return None
+        # A restart costs the trainer's boot, during which the first rollout node waits. Where a price is unknown,
+        # a node counts as much as the trainer, so the trainer waits longer before it parks.
+        usd, node_usd = self.prices.other_usd_per_h, self.market.max_usd_per_h(Role.ROLLOUT, self.own_market)
+        unknown, usd = ("", usd) if usd > 0 else (NOT_PRICED, 1.0)
+        node_usd = usd if unknown or node_usd <= 0 else node_usd
+        boot_s = self.market.start_s(Role.TRAINER, node.market)
+        restart_usd = max(IDLE_MIN_S * usd, boot_s * (usd + node_usd)) / 3600
+        worth_usd = self.own_worth_usd()
+        candidates = [
+            Candidate(PARK, 0.0, change_usd=restart_usd, in_time=not self.is_behind),
+            Candidate(WAIT, usd, in_time=not self.is_behind),
+        ]
+        if (own_s := self.own_step_s(3600 * restart_usd / usd, worth_usd)) is not None:
+            step_s = own_s if math.isfinite(own_s) else None
+            candidates.append(Candidate(OWN, self.prices.other_usd_per_h, step_s))
+        return compare("idle trainer", candidates, self.idle_s(node), worth_usd, unknown)
+
+    def idle_s(self, node: Node) -> float:
+        since_s = self.state.shortages.rollout_since_s or 0.0
+        # It may have had a step to train when it lost its last node.
+        trained_s = 0.0 if self.shape is None else self.shape.fixed_s
+        return self.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
+
+    def own_worth_usd(self) -> float | None:
+        """Return the worth of a step that the trainer makes alone; None before any step was measured.
+
+        It is the step's cost with the best number of on-demand nodes.
+        """
+        # Without a step made by nodes, assume that a node generates as fast as the trainer.
+        shape, other_usd = self.shape or self.snapshot.measured.own_step, self.prices.other_usd_per_h
+        if shape is None:
+            return None
+        prices = HourlyPrices(other_usd, self.on_demand_usd or other_usd)
+        return step_usd(shape, prices, best_count(shape, prices, max(1, self.replicas.min), self.replicas.max))
+
+    def own_step_s(self, idle_limit_s: float, worth_usd: float | None) -> float | None:
+        """Return the seconds of a step that the trainer makes alone; None if it is not worth its price.
+
+        Until one is measured, assume that it is while the trainer makes progress. A run behind its deadline takes
+        any step.
+        """
+        since_s, usd = self.state.own_generation_since_s, self.prices.other_usd_per_h
+        own = self.snapshot.measured.own_step
+        if since_s is None:
+            return None
+        limit_s = idle_limit_s if worth_usd is None else math.inf if usd <= 0 else worth_usd * 3600 / usd
+        # Completions for several steps are generated together, before the first of these steps.
+        batch_steps = max(1.0, steps_of_generation(self.spec.grpo, processes_of(self.spec)))
+        if (
+            self.snapshot.silent_s(max(since_s, self.snapshot.stepped_at_s))
+            >= idle_limit_s + batch_steps * limit_s
+        ):
+            return None  # no progress
+        step_s = limit_s if own is None else own.seconds(1)
+        return step_s if step_s <= limit_s or self.is_behind else None
+
+    def waiting_trainer(self) -> Node | None:
+        """Return the trainer's node if it only waits for rollout nodes and its progress can be stored."""
+        state, trainers = self.state, self.state.live(Role.TRAINER)
+        if state.phase is not RunPhase.TRAINING or len(trainers) != 1 or not stores_checkpoints(self.spec):
+            return None
+        if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
+            return None
+        if state.diverged is not None and self.spec.policies.kl.action != "alert":
+            return None  # the divergence is handled first
+        node, beat = trainers[0], self.snapshot.heartbeat_of(trainers[0])
+        is_working = node.phase is NodePhase.SERVING and node.attempt_ended_at_s is None
+        if self.snapshot.machines is None or not is_working or beat is None or beat.leaving:
+            return None
+        is_waiting = beat.activity in GENERATES and beat.timeline == state.timeline
+        return node if is_waiting and self.snapshot.silent_s(beat.beat_at_s) < HEARTBEAT_FRESH_S else None
+
+    def is_nothing_available(self) -> bool:
+        """Whether no rollout node has a machine, and requests keep failing on each market that may be used.
+
+        A slow launch does not count as a failure.
+        """
+        live = self.state.live(Role.ROLLOUT)
+        if any(node.phase is not NodePhase.REQUESTED for node in live):
+            return False
+        kinds = {node.kind for node in live}
+        if not self.is_spot_too_expensive:
+            kinds.add(kind_of(Role.ROLLOUT, self.own_market))
+        # Checked now, not by an earlier refusal: the machines that had used up the budget may have left.
+        if self.may_fall_back and not self.refusal(Market.ON_DEMAND):
+            kinds.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
+        return all(kind in self.state.kinds and self.state.kinds[kind].fails for kind in kinds)
+
+    def park_reason(self, idle: Comparison) -> str:
+        usd = self.prices.other_usd_per_h
+        cost = f", which cost {usd * idle.horizon_s / 3600:.2f} USD" if usd else ""
+        waited = (
+            f"no rollout node is available, and the trainer has waited for {idle.horizon_s / 60:.0f} min{cost}"
+        )
+        return f"{waited}, as much as a restart; its machine is returned until a node is available"
+
+    # Rollout nodes that wait for a trainer.
+
+    def idle_nodes(self) -> Comparison | None:
+        """Compare keeping the rollout nodes while the trainer has no machine with starting them again later.
+
+        In a parked run, they wait for the trainer's old machine to leave.
+        """
+        since_s = self.state.shortages.trainer_since_s
+        if self.snapshot.machines is None or (since_s is None and not self.is_parked):
+            return None
+        nodes = self.state.live(Role.ROLLOUT)
+        if self.is_parked:
+            started = (NodePhase.BOOTING, NodePhase.SERVING)
+            since_s = min((node.since_s for node in nodes if node.phase in started), default=None)
+        if since_s is None or not nodes:
+            return None
+        usd = len(nodes) * (self.prices.node_usd_per_h or 1.0)
+        candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * self.hold_limit_s / 3600)]
+        unknown = "" if self.prices.node_usd_per_h > 0 else NOT_PRICED
+        return compare("no trainer", candidates, self.snapshot.silent_s(since_s), unknown=unknown)
+
+    @property
+    def hold_limit_s(self) -> float:
+        start_s = self.market.start_s(Role.ROLLOUT, self.own_market)
+        return max(IDLE_MIN_S, min(start_s, self.spec.policies.boot_timeout_s))
+
+    @property
+    def release_reason(self) -> str:
+        held_s = self.hold_limit_s
+        if self.is_parked:
+            return f"the trainer's old machine has not left for {held_s:.0f} s; requested again once it has"
+        return f"the trainer has had no machine for {held_s:.0f} s; requested again once it has one"
+
+    # A parked run.
+
+    def parked(self, kept: Allocation) -> Allocation:
+        """Plan one rollout node, on spot and on demand in turn where both are allowed.
+
+        Plan nothing while the old trainer drains, when the node could not be used. Stop the run if the budget
+        allows it to continue on no market: it would wait forever, or buy a node and then not the trainer's
+        machine.
+        """
+        trainers = [node for node in self.state.nodes.values() if node.role is Role.TRAINER]
+        if self.state.live(Role.ROLLOUT) or trainers:
+            text = "no rollout node is requested until the machines that are starting or leaving have settled"
+            return replace(kept, parked=f"parked: {text}")
+        markets = [self.own_market, *([Market.ON_DEMAND] if self.may_fall_back else [])]
+        caps = replace(caps_of(self.state, self.spec), usd_per_h=None)
+        prices = [self.market.terms(Role.ROLLOUT, market).usd_per_h for market in markets]
+        is_known = self.snapshot.prices is not None and None not in prices
+        excesses = [self.refusal(market, caps) for market in markets] if is_known else []
+        if excesses and all(excesses):
+            return Allocation(stop_reason=f"the budget does not allow the run to continue: {excesses[0]}")
+        spot, on_demand = (self.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))
+        tries_own = not self.is_spot_too_expensive
+        tries_other = self.may_fall_back and (spot.failed_at_s >= on_demand.failed_at_s or not tries_own)
+        tried = [
+            market for market, tries in ((self.own_market, tries_own), (Market.ON_DEMAND, tries_other)) if tries
+        ]
+        where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in tried)
+        text = f"one rollout node is requested periodically, {where}"
+        text += "; the trainer's machine follows once it has started"
+        return replace(kept, spot=int(tries_own), on_demand=int(tries_other), parked=f"parked: {text}")
 
 
 def _mix_name(spot: int, on_demand: int) -> str:
     parts = [f"{spot} on spot" if spot else "", f"{on_demand} on demand" if on_demand else ""]
     return " and ".join(part for part in parts if part) or "waiting for spot"
-
-
-def _spot_usd_per_h(facts: _Facts) -> float:
-    return min(facts.prices.node_usd_per_h, facts.on_demand_usd_per_h)
-
-
-def _retries_spot(facts: _Facts) -> bool:
-    """Whether to return an on-demand node because a spot machine fits under the cap only in its place.
-
-    Not while machines start or leave, not before each has served for FALLBACK_MIN_S, and not the only node while
-    the deadline depends on it.
-    """
-    rollouts = [node for node in facts.state.nodes.values() if node.role is Role.ROLLOUT]
-    if not facts.fallback or len(facts.spot) >= rollouts_wanted(facts.state, facts.spec):
-        return False
-    if any(node.phase is not NodePhase.SERVING for node in rollouts):
-        return False
-    if any(facts.waited_s(node.since_s) < FALLBACK_MIN_S for node in facts.fallback):
-        return False
-    if len(rollouts) == 1 and facts.progress is not None and not facts.progress.is_safe:
-        return False
-    if not facts.market.are_pools_known or not facts.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
-        return False
-    returned = max(facts.fallback, key=lambda node: node.usd_per_h)
-    others = [node for node in facts.state.nodes.values() if node is not returned]
-    with_all, with_others = (Spending(facts.state, facts.snapshot, facts.spec, nodes) for nodes in (None, others))
-    return not facts.market.can_afford(with_all, Market.SPOT) and facts.market.can_afford(with_others, Market.SPOT)
-
-
-# A trainer without rollout nodes: it waits, generates alone, or the run parks.
-
-WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
-
-
-def _idle_trainer(facts: _Facts) -> Comparison | None:
-    """Compare waiting, own generation and parking for a waiting trainer for which no market has a node."""
-    node, since_s = _waiting_trainer(facts), facts.state.shortages.rollout_since_s
-    if node is None or since_s is None or not _nothing_available(facts):
-        return None
-    usd, restart_usd = facts.prices.other_usd_per_h, _restart_usd(facts, node)
-    if usd <= 0:
-        usd = 1.0  # unknown: only its ratio to the restart matters
-    candidates = [
-        Candidate(PARK, 0.0, change_usd=restart_usd, in_time=not facts.is_behind),
-        Candidate(WAIT, usd, in_time=not facts.is_behind),
-    ]
-    worth_usd = _own_worth_usd(facts)
-    if (own_s := _own_step_s(facts, 3600 * restart_usd / usd, worth_usd)) is not None:
-        step_s = own_s if math.isfinite(own_s) else None
-        candidates.append(Candidate(OWN, facts.prices.other_usd_per_h, step_s))
-    compared = compare("idle trainer", candidates, _idle_s(facts, node), worth_usd)
-    return compared if facts.prices.other_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
-
-
-def _restart_usd(facts: _Facts, node: Node) -> float:
-    """Return the cost of a restart of the trainer: its boot, during which the first rollout node waits.
-
-    Where a price is unknown, a node counts as much as the trainer, so the trainer waits longer before it parks.
-    """
-    usd, node_usd = facts.prices.other_usd_per_h, facts.market.max_usd_per_h(Role.ROLLOUT, _own_market(facts))
-    if usd <= 0 or node_usd <= 0:
-        usd = node_usd = usd if usd > 0 else 1.0
-    boot_s = facts.market.start_s(Role.TRAINER, node.market)
-    return max(IDLE_MIN_S * usd, boot_s * (usd + node_usd)) / 3600
-
-
-def _idle_s(facts: _Facts, node: Node) -> float:
-    since_s, shape = facts.state.shortages.rollout_since_s, facts.snapshot.measured.step
-    assert since_s is not None
-    # It may have had a step to train when it lost its last node.
-    trained_s = 0.0 if shape is None else shape.fixed_s
-    return facts.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
-
-
-def _own_worth_usd(facts: _Facts) -> float | None:
-    """Return the worth of a step that the trainer makes alone: its cost with the best number of on-demand nodes.
-
-    None before any step was measured.
-    """
-    # Without a step made by nodes, assume that a node generates as fast as the trainer.
-    shape = facts.snapshot.measured.step or facts.snapshot.measured.own_step
-    if shape is None:
-        return None
-    replicas, other_usd = facts.spec.rollout.replicas, facts.prices.other_usd_per_h
-    prices = HourlyPrices(other_usd, facts.on_demand_usd_per_h or other_usd)
-    return step_usd(shape, prices, best_count(shape, prices, max(1, replicas.min), replicas.max))
-
-
-def _own_step_s(facts: _Facts, idle_limit_s: float, worth_usd: float | None) -> float | None:
-    """Return the seconds of a step that the trainer makes alone; None if it is not worth its price.
-
-    Until one is measured, assume that it is. A run behind its deadline takes any step.
-    """
-    state, snapshot, usd = facts.state, facts.snapshot, facts.prices.other_usd_per_h
-    since_s, own = state.own_generation_since_s, snapshot.measured.own_step
-    if since_s is None:
-        return None
-    limit_s = idle_limit_s if worth_usd is None else math.inf if usd <= 0 else worth_usd * 3600 / usd
-    # Completions for several steps are generated together, before the first of these steps.
-    batch_steps = max(1.0, steps_of_generation(facts.spec.grpo, processes_of(facts.spec)))
-    if snapshot.silent_s(max(since_s, snapshot.stepped_at_s)) >= idle_limit_s + batch_steps * limit_s:
-        return None  # no progress
-    if own is None:
-        rows_s = OWN_STEP_ROWS * max(batch_steps, int(facts.spec.grpo.get("logging_steps", 1))) * limit_s
-        return limit_s if snapshot.silent_s(since_s) < idle_limit_s + rows_s else None
-    return own.seconds(1) if own.seconds(1) <= limit_s or facts.is_behind else None
-
-
-def _park_reason(facts: _Facts) -> str:
-    node, usd = _waiting_trainer(facts), facts.prices.other_usd_per_h
-    assert node is not None
-    idle_s = _idle_s(facts, node)
-    cost = f", which cost {usd * idle_s / 3600:.2f} USD" if usd else ""
-    waited = f"no rollout node is available, and the trainer has waited for {idle_s / 60:.0f} min{cost}"
-    return f"{waited}, as much as a restart; its machine is returned until a node is available"
-
-
-def _waiting_trainer(facts: _Facts) -> Node | None:
-    """Return the trainer's node if it only waits for rollout nodes and its progress can be stored."""
-    state, trainers = facts.state, facts.state.live(Role.TRAINER)
-    if len(trainers) != 1 or facts.snapshot.machines is None or not stores_checkpoints(facts.spec):
-        return None
-    if state.rollback is not None and state.rollback.stage in UNTRAINED_ROLLBACK:
-        return None
-    if state.diverged is not None and facts.spec.policies.kl.action != "alert":
-        return None  # the divergence is handled first
-    node, beat = trainers[0], facts.snapshot.heartbeat_of(trainers[0])
-    is_working = node.phase is NodePhase.SERVING and node.attempt_ended_at_s is None
-    return node if is_working and beat is not None and _only_waits(facts, beat) else None
-
-
-def _only_waits(facts: _Facts, beat: Trainer) -> bool:
-    is_fresh = facts.snapshot.silent_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
-    return is_fresh and beat.activity in GENERATES and beat.timeline == facts.state.timeline and not beat.leaving
-
-
-def _nothing_available(facts: _Facts) -> bool:
-    """Whether no rollout node has a machine, and requests keep failing on each market where they may be bought.
-
-    A slow launch does not count as a failure.
-    """
-    live = facts.state.live(Role.ROLLOUT)
-    if any(node.phase is not NodePhase.REQUESTED for node in live):
-        return False
-    kinds = {node.kind for node in live}
-    if not facts.is_spot_too_expensive:
-        kinds.add(kind_of(Role.ROLLOUT, _own_market(facts)))
-    # Checked now, not by an earlier refusal: the machines that had used up the budget may have left.
-    if facts.may_buy_fallback and facts.market.is_paid_for(Market.ON_DEMAND):
-        kinds.add(kind_of(Role.ROLLOUT, Market.ON_DEMAND))
-    return all(kind in facts.state.kinds and facts.state.kinds[kind].fails for kind in kinds)
-
-
-# Rollout nodes that wait for a trainer.
-
-KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
-
-
-def _without_trainer(facts: _Facts) -> Comparison | None:
-    """Compare keeping the rollout nodes while the trainer has no machine with starting them again later."""
-    since_s = _trainerless_since_s(facts)
-    if since_s is None or facts.snapshot.machines is None:
-        return None
-    nodes = len(facts.state.live(Role.ROLLOUT))
-    if not nodes:
-        return None
-    usd = nodes * (facts.prices.node_usd_per_h or 1.0)
-    candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * _hold_limit_s(facts) / 3600)]
-    compared = compare("no trainer", candidates, facts.snapshot.silent_s(since_s))
-    return compared if facts.prices.node_usd_per_h > 0 else replace(compared, unknown=NOT_PRICED)
-
-
-def _trainerless_since_s(facts: _Facts) -> float | None:
-    """Return since when nodes wait for the trainer's machine or, in a parked run, for its old one to leave."""
-    if facts.state.phase is not RunPhase.PARKED:
-        return facts.state.shortages.trainer_since_s
-    started = (NodePhase.BOOTING, NodePhase.SERVING)
-    return min((node.since_s for node in facts.state.live(Role.ROLLOUT) if node.phase in started), default=None)
-
-
-def _hold_limit_s(facts: _Facts) -> float:
-    boot_s = min(facts.market.start_s(Role.ROLLOUT, _own_market(facts)), facts.spec.policies.boot_timeout_s)
-    return max(IDLE_MIN_S, boot_s)
-
-
-def _release_reason(facts: _Facts) -> str:
-    held_s = _hold_limit_s(facts)
-    if facts.state.phase is RunPhase.PARKED:
-        return f"the trainer's old machine has not left for {held_s:.0f} s; requested again once it has"
-    return f"the trainer has had no machine for {held_s:.0f} s; requested again once it has one"
-
-
-# A parked run.
-
-
-def _parked(facts: _Facts) -> Allocation:
-    """Plan one rollout node, on spot and on demand in turn where both are allowed.
-
-    Plan nothing while the old trainer drains, when the node could not be used. Stop the run if the budget allows
-    it to continue on no market: it would wait forever, or buy a node and then not the trainer's machine.
-    """
-    held = _without_trainer(facts)
-    kept = Allocation(
-        spot=len(facts.spot),
-        on_demand=len(facts.fallback),
-        release_reason=_release_reason(facts) if held is not None and held.best.name == RETURN else "",
-        comparisons=() if held is None else (held,),
-    )
-    if facts.state.live(Role.ROLLOUT) or any(node.role is Role.TRAINER for node in facts.state.nodes.values()):
-        return kept
-    markets = [_own_market(facts), *([Market.ON_DEMAND] if facts.may_use_both else [])]
-    excesses = [facts.market.resume_excess(market) for market in markets]
-    if all(excesses):
-        return Allocation(stop_reason=f"the budget does not allow the run to continue: {excesses[0]}")
-    spot, on_demand = (facts.market.kind(Role.ROLLOUT, market) for market in (Market.SPOT, Market.ON_DEMAND))
-    probes = [] if facts.is_spot_too_expensive else [_own_market(facts)]
-    if facts.may_use_both and (spot.failed_at_s >= on_demand.failed_at_s or facts.is_spot_too_expensive):
-        probes.append(Market.ON_DEMAND)
-    return replace(kept, probes=tuple(probes), spot_too_expensive=facts.is_spot_too_expensive)

@@ -1,4 +1,4 @@
-"""Reconcile: find the events that bring the fleet to what the plan wants.
+"""Reconcile: decide the events that bring the fleet to what the plan wants.
 
 Releases come first, in one order for all nodes. Requests follow: the trainer, rollout nodes, and on-demand nodes
 that replace unavailable spot. Each request is checked against the market (`Offers`) and the budget (`Spending`)
@@ -11,57 +11,29 @@ they are requested as soon as the trainer has a machine: it loads the model in a
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Container, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
-from grpo_orch.policies.fleet.budget import PRICES_UNKNOWN, Caps, Spending
-from grpo_orch.policies.fleet.market import POOLS_UNKNOWN, Offers, Terms, market_of
+from grpo_orch.policies.fleet.budget import PRICES_UNKNOWN, Spending, caps_of
+from grpo_orch.policies.fleet.market import POOLS_UNKNOWN, Offers, market_of
 from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.fleet.plan import Allocation, wanted_slots
 from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
-from grpo_orch.policies.model.events import (
-    BudgetReached,
-    BudgetRefused,
-    Event,
-    FleetSized,
-    NodeMoved,
-    NodeRequested,
-    RunMoved,
-)
-from grpo_orch.policies.model.phases import FILLING_NODE
-from grpo_orch.policies.model.reports import is_news
-from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.model.state import Node, RunState, Slot
-from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of, slot_of
-from grpo_orch.policies.tick.snapshot import GENERATES, Snapshot
+from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, FleetSized, NodeMoved, NodeRequested
+from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN
+from grpo_orch.policies.model.state import Node, Slot
+from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of
+from grpo_orch.policies.tick.draft import Tick
+from grpo_orch.policies.tick.snapshot import GENERATES
 
 SPOT_RETRY_S = 2 * BACK_OFF_MAX_EXTRA_S  # spot is requested at least this often, where it is requested at all
 RETURN_WAIT_MAX_S = 900.0  # a surplus node waits this long for the trainer to stop generating; then requests move
 
 
-@dataclass(slots=True)
-class Changes:
-    """Events to journal, each with its reason, and reasons why nothing is done."""
-
-    events: list[tuple[Event, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, event: Event, reason: str) -> None:
-        self.events.append((event, reason))
-
-    def move(self, node: Node, phase: NodePhase, reason: str) -> None:
-        self.add(NodeMoved(node.id, phase, reason), f"{node.id} {phase}: {reason}")
-
-    def move_run(self, phase: RunPhase, reason: str, parked_s: float | None = None) -> None:
-        self.add(RunMoved(phase, reason, parked_s), f"run {phase}: {reason}")
-
-
-def reconcile(wanted: Allocation, market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec) -> Changes:
-    """Return the changes that bring a live run's fleet to `wanted`."""
-    return _Reconciler(wanted, market, state, snapshot, spec).run()
+def reconcile(wanted: Allocation, market: Offers, tick: Tick) -> None:
+    """Decide the changes that bring a live run's fleet to `wanted`."""
+    _Reconciler(wanted, market, tick).run()
 
 
 def release_order(node: Node) -> tuple[int, bool, float, float]:
@@ -71,79 +43,60 @@ def release_order(node: Node) -> tuple[int, bool, float, float]:
     return phase_rank, not node.rebalance_recommended, -node.price_usd_per_h, -node.requested_at_s
 
 
-def _surplus(nodes: list[Node], wanted: int) -> list[Node]:
-    count = len(nodes) - wanted
-    return sorted(nodes, key=release_order)[:count] if count > 0 else []
-
-
 class _Reconciler:
     """The nodes as this tick's releases and requests leave them."""
 
-    def __init__(
-        self, wanted: Allocation, market: Offers, state: RunState, snapshot: Snapshot, spec: RunSpec
-    ) -> None:
-        self.wanted, self.market, self.state, self.snapshot, self.spec = wanted, market, state, snapshot, spec
-        self.found = Changes()
-        self.filling = {node.id: node for node in state.nodes.values() if node.phase in FILLING_NODE}
-        rollouts = [node for node in self.filling.values() if node.role is Role.ROLLOUT]
-        self.fallback = {node.id: node for node in rollouts if node.is_fallback}
-        self.spot = {
-            node.id: node for node in rollouts if not node.is_fallback
-        }  # on the market that run.yaml names
-        self.requested: dict[str, int] = {}  # in this tick, by kind
-        self.incarnations: dict[str, int] = {}  # requested in this tick, by slot
-        self.is_parked = not wanted.trainer
+    def __init__(self, wanted: Allocation, market: Offers, tick: Tick) -> None:
+        self.wanted, self.market, self.tick, self.spec = wanted, market, tick, tick.spec
+        self.rollouts = len([node for node in self._filling() if node.role is Role.ROLLOUT])
 
-    def run(self) -> Changes:
-        wanted, state = self.wanted, self.state
+    def run(self) -> None:
+        wanted, tick = self.wanted, self.tick
         if wanted.stop_reason:
             self._stop(wanted.stop_reason)
-            return self.found
+            return
         if wanted.park_reason:
-            self._park(wanted.park_reason)
-            return self.found
+            tick.move_run(RunPhase.PARKED, wanted.park_reason)
+            for node in tick.state.live(Role.TRAINER):
+                tick.move(node, NodePhase.DRAINING, "the run parks: the trainer is storing its state")
+            return
         if wanted.size_reason:
-            before = rollouts_wanted(state, self.spec)
+            before = rollouts_wanted(tick.state, self.spec)
             text = f"{wanted.spot} rollout nodes instead of {before}: {wanted.size_reason}"
-            self.found.add(FleetSized(wanted.spot, before, wanted.size_reason), text)
+            tick.emit(FleetSized(wanted.spot, before, wanted.size_reason), text)
         self._release()
         # The first request takes the money under a cap: spot's, unless spot has just refused.
-        if self._is_spot_refused():
-            self._request_fallback()
-            self._request_others()
-        else:
-            self._request_others()
-            self._request_fallback()
-        return self.found
+        spot = self.market.kind(Role.ROLLOUT, Market.SPOT)
+        is_refused = spot.refused_in_a_row > 0 and tick.waited_s(spot.failed_at_s) < SPOT_RETRY_S
+        for is_fallback in (True, False) if is_refused else (False, True):
+            if tick.state.phase in LIVE_RUN:
+                self._request(is_fallback=is_fallback)
 
-    # Changes of the whole run.
+    def _filling(self) -> list[Node]:
+        return [node for node in self.tick.state.nodes.values() if node.phase in FILLING_NODE]
 
-    def _stop(self, reason: str) -> None:
-        spending = Spending(self.state, self.snapshot, self.spec)
-        self.found.add(BudgetReached(spending.spent_usd, reason, self.spec.budget.at), f"budget: {reason}")
-        parked_at_s = self.state.parked_at_s
-        parked_s = None if parked_at_s is None else self.snapshot.now_s - parked_at_s
-        self.found.move_run(RunPhase.STOPPING, f"the budget is reached: {reason}", parked_s)
-
-    def _park(self, reason: str) -> None:
-        self.found.move_run(RunPhase.PARKED, reason)
-        for node in self.state.live(Role.TRAINER):
-            self.found.move(node, NodePhase.DRAINING, "the run parks: the trainer is storing its state")
+    def _rollouts(self, *, is_fallback: bool) -> list[Node]:
+        """The rollout nodes that replace unavailable spot, or those on the market that run.yaml names."""
+        return [node for node in self._filling() if node.role is Role.ROLLOUT and node.is_fallback is is_fallback]
 
     # Releases.
 
     def _release(self) -> None:
-        if self.snapshot.machines is None:  # it is unknown which machines still exist
+        """Release the surplus: nodes that work only between generations, or after a long wait."""
+        state, snapshot = self.tick.state, self.tick.snapshot
+        if snapshot.machines is None:  # it is unknown which machines still exist
             return
         if self.wanted.release_reason:
-            for node in self.state.live(Role.ROLLOUT):
+            for node in state.live(Role.ROLLOUT):
                 self._release_node(node, self.wanted.release_reason)
             return
-        if self.is_parked:
-            return
-        fallback, spot = list(self.fallback.values()), list(self.spot.values())
-        surplus = [*_surplus(fallback, self.wanted.on_demand), *_surplus(spot, self.wanted.spot)]
-        may_release_serving = self._may_release_serving()
+        fallback, spot = self._rollouts(is_fallback=True), self._rollouts(is_fallback=False)
+        surplus: list[Node] = []
+        for nodes, count in ((fallback, self.wanted.on_demand), (spot, self.wanted.spot)):
+            surplus += sorted(nodes, key=release_order)[: len(nodes) - count] if len(nodes) > count else []
+        beat = snapshot.trainer
+        is_idle = beat is not None and beat.activity not in GENERATES
+        may_release_serving = is_idle or self.tick.waited_s(state.size.at_s) > RETURN_WAIT_MAX_S
         for node in sorted(surplus, key=release_order):
             if node.phase is not NodePhase.SERVING or may_release_serving:
                 self._release_node(node, self._release_reason(node, len(spot)))
@@ -159,158 +112,107 @@ class _Reconciler:
 
     def _release_node(self, node: Node, reason: str) -> None:
         moved = NodeMoved(node.id, NodePhase.TERMINATING, reason, is_released=True)
-        self.found.add(moved, f"{node.id} {NodePhase.TERMINATING}: {reason}")
-        for nodes in (self.filling, self.fallback, self.spot):
-            nodes.pop(node.id, None)
+        self.tick.emit(moved, f"{node.id} {NodePhase.TERMINATING}: {reason}")
+        self.rollouts -= node.phase in FILLING_NODE
 
-    def _may_release_serving(self) -> bool:
-        """Whether a serving node may leave: the trainer does not generate, or the node has waited long enough."""
-        beat = self.snapshot.trainer
-        is_idle = beat is not None and beat.activity not in GENERATES
-        sized_s = 0.0 if self.wanted.size_reason else self.snapshot.now_s - self.state.size.at_s
-        return is_idle or sized_s > RETURN_WAIT_MAX_S
+    # Requests.
 
-    # Requests: the trainer, rollout nodes on their own market, and on-demand nodes instead of unavailable spot.
-
-    def _is_spot_refused(self) -> bool:
-        spot = self.market.kind(Role.ROLLOUT, Market.SPOT)
-        return spot.refused_in_a_row > 0 and self.snapshot.now_s - spot.failed_at_s < SPOT_RETRY_S
-
-    def _request_others(self) -> None:
-        slots = self._open_slots()
-        if not slots:
-            return
-        spending, is_trainer_ready = self._spending(), self._is_trainer_ready()
-        closed: set[Role] = set()  # after one could not be bought, the role's later slots are skipped
-        for role, name, needed in slots:
-            market = market_of(role, self.spec)
-            if role in closed:
-                continue
-            slot = self.state.slots.get(name, Slot())
-            if self.market.is_backing_off(role, market, slot, needed=needed):
-                continue
-            if (role is Role.ROLLOUT and not is_trainer_ready) or not self._may_launch(role, market):
-                closed.add(role)
-                continue
-            if not self.market.are_pools_known:
-                self.found.notes.append(f"{name} {POOLS_UNKNOWN}")
-                break
-            note = "" if role is Role.TRAINER else self._count_note()
-            if not self._buy(spending, role, name, market, note):
-                break
-
-    def _request_fallback(self) -> None:
-        count = self.wanted.on_demand - len(self.fallback)
-        if self.is_parked:
-            own = market_of(Role.ROLLOUT, self.spec)
-            count = int(Market.ON_DEMAND in self.wanted.probes and own is Market.SPOT and not self.requested)
-        if count <= 0 or self.wanted.release_reason or self.market.is_fallback_backing_off():
-            return
+    def _request(self, *, is_fallback: bool) -> None:
+        """Request on-demand nodes that replace spot, or the trainer and nodes on their own market."""
+        roles = [Role.ROLLOUT] if is_fallback or self.wanted.parked else list(Role)  # the trainer first
         if not self._is_trainer_ready():
+            roles.remove(Role.ROLLOUT)
+        slots = {role: self._open_slots(role, is_fallback=is_fallback) for role in roles}
+        if not any(slots.values()):
+            return
+        if not self.market.are_pools_known:
+            self.tick.reasons.append(POOLS_UNKNOWN)
             return
         spending = self._spending()
-        if self.is_parked:  # reserve the money for the trainer, which will be requested again
+        if self.wanted.parked and is_fallback:  # reserve the money for the trainer, which will be requested again
             self.market.reserve_trainer(spending)
-        if not self.market.are_pools_known:
-            return
-        problem = "is too expensive" if self.wanted.spot_too_expensive else "is unavailable"
-        behind = "the run is behind its deadline" if self.wanted.is_behind else ""
-        taken = {node.slot for node in self.fallback.values()}
-        for name in list(islice(self._free_slots(taken), count)):
-            if not self._may_launch(Role.ROLLOUT, Market.ON_DEMAND):
-                return
-            notes = f"on demand, because spot {problem}", behind
-            if not self._buy(spending, Role.ROLLOUT, name, Market.ON_DEMAND, *notes, fallback=True):
-                return
+        for role, names in slots.items():
+            market = Market.ON_DEMAND if is_fallback else market_of(role, self.spec)
+            allowed = self.market.launches_allowed(role, market)
+            for index, name in enumerate(names):
+                if index >= allowed:
+                    break
+                if not self._buy(spending, role, name, market, is_fallback=is_fallback):
+                    return
 
-    def _open_slots(self) -> list[tuple[Role, str, bool]]:
-        """The slots to fill now: role, name, and whether the run needs it immediately."""
-        if self.is_parked:
-            may_request = market_of(Role.ROLLOUT, self.spec) in self.wanted.probes and not self.requested
-            return [(Role.ROLLOUT, slot_of(Role.ROLLOUT, 0), False)] if may_request else []
-        trainer = slot_of(Role.TRAINER, 0)
-        filled = {node.slot for node in self.filling.values() if not node.is_fallback}
-        trainers = [] if trainer in filled else [(Role.TRAINER, trainer, True)]
-        needed = max(0, self.spec.rollout.replicas.min - self._present)
-        names = islice(self._free_slots(filled), self._spot_missing())
-        return [*trainers, *((Role.ROLLOUT, name, index < needed) for index, name in enumerate(names))]
+    def _open_slots(self, role: Role, *, is_fallback: bool) -> list[str]:
+        """Return the slots to fill now.
 
-    def _spot_missing(self) -> int:
-        """Return how many nodes to request on the market that run.yaml names.
-
-        With on-demand nodes, one more than `replicas.max` is allowed, so spot can prove itself and replace one.
+        With on-demand nodes, one more spot node than `replicas.max` is allowed, so spot can prove itself and
+        replace one.
         """
-        fallback = len(self.fallback) + self.requested.get(kind_of(Role.ROLLOUT, Market.ON_DEMAND), 0)
-        if market_of(Role.ROLLOUT, self.spec) is Market.ON_DEMAND:
-            fallback = 0
-        max_spot = self.spec.rollout.replicas.max - fallback + (fallback > 0)
-        return max(0, min(max_spot, self.wanted.spot) - len(self.spot))
-
-    def _free_slots(self, taken: Container[str]) -> Iterator[str]:
-        """Yield the rollout slots that are not taken; lazily, because there may be thousands."""
-        return (name for role, name, _ in wanted_slots(self.spec) if role is Role.ROLLOUT and name not in taken)
-
-    def _count_note(self) -> str:
-        wanted = rollouts_wanted(self.state, self.spec) if self.is_parked else self.wanted.spot
-        return f"{self._present + 1} of {wanted} rollout nodes"
-
-    @property
-    def _present(self) -> int:
-        """Number of rollout nodes, those requested in this tick included."""
-        requested = sum(count for kind, count in self.requested.items() if kind.startswith(Role.ROLLOUT))
-        return len(self.fallback) + len(self.spot) + requested
+        present = [node for node in self._filling() if node.role is role and node.is_fallback is is_fallback]
+        if role is Role.TRAINER:
+            wanted = 1
+        elif self.wanted.release_reason or (self.wanted.parked and self.rollouts):
+            wanted = 0
+        elif is_fallback:
+            wanted = self.wanted.on_demand
+        else:
+            wanted, fallback = self.wanted.spot, self._rollouts(is_fallback=True)
+            if fallback:
+                wanted = min(wanted, self.spec.rollout.replicas.max - len(fallback) + 1)
+        taken = {node.slot for node in present}
+        slots = (name for of_role, name, _ in wanted_slots(self.spec) if of_role is role and name not in taken)
+        return list(islice(slots, max(0, wanted - len(present))))
 
     def _is_trainer_ready(self) -> bool:
         """Whether rollout nodes may be requested: a trainer has trained, and its machine works or will.
 
         A parked run requests the trainer's machine only after the rollout node's.
         """
-        if not self.state.is_proved or self.is_parked:
-            return self.state.is_proved
-        kinds = self.state.kinds.items()
+        state = self.tick.state
+        if not state.is_proved or self.wanted.parked:
+            return state.is_proved
+        kinds = state.kinds.items()
         fails = any(kind.never_serves for name, kind in kinds if name.startswith(Role.TRAINER))
-        return any(node.served or not fails for node in self.state.trainer_machines)
+        return any(node.served or not fails for node in state.trainer_machines)
 
-    def _may_launch(self, role: Role, market: Market) -> bool:
-        return self.market.launches_allowed(role, market) > self.requested.get(kind_of(role, market), 0)
-
-    # One request.
-
-    def _spending(self) -> Spending:
-        """Spending with this tick's requests included."""
-        spending = Spending(self.state, self.snapshot, self.spec)
-        for event, _ in self.found.events:
-            if isinstance(event, NodeRequested):
-                spending.add(event.role, event.max_usd_per_h + event.disk_usd_per_h)
-        return spending
-
-    def _buy(
-        self, spending: Spending, role: Role, name: str, market: Market, *notes: str, fallback: bool = False
-    ) -> bool:
+    def _buy(self, spending: Spending, role: Role, name: str, market: Market, *, is_fallback: bool) -> bool:
         """Request a node for the slot in the best pool. Return False if the budget refused it."""
-        kind = kind_of(role, market)
-        terms = self.market.terms(role, market, partial(spending.fits, role))
+        kind, terms = kind_of(role, market), self.market.terms(role, market, spending)
         if refusal := spending.refusal(role, kind, terms.usd_per_h):
-            self._refuse(role, kind, terms.usd_per_h, refusal, fallback=fallback)
+            self._refuse(role, kind, terms.usd_per_h, refusal, is_fallback=is_fallback)
             return False
-        self._request(role, name, market, terms, *notes, spending.summary, fallback=fallback)
+        state = self.tick.state
+        before = state.slots.get(name, Slot()).incarnations
+        node, incarnation = node_id_of(name, before + 1), before + 1
+        notes = ["first" if not before else f"replaces {node_id_of(name, before)}"]
+        if is_fallback:
+            problem = "too expensive" if self.wanted.spot_too_expensive else "unavailable"
+            notes.append(f"on demand, because spot is {problem}")
+            notes += ["the run is behind its deadline"] if self.wanted.is_behind else []
+        elif role is Role.ROLLOUT:
+            wanted = rollouts_wanted(state, self.spec) if self.wanted.parked else self.wanted.spot
+            notes.append(f"{self.rollouts + 1} of {wanted} rollout nodes")
+        notes += [spending.summary, "" if terms.choice is None else terms.choice.sentence]
+        reason = "; ".join(note for note in notes if note)
+        max_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
+        event = NodeRequested(
+            node, role, name, incarnation, market, reason, max_usd, terms.pool, is_fallback, disk_usd
+        )
+        self.tick.emit(event, f"{node} requested ({reason})")
+        self.rollouts += role is Role.ROLLOUT
         spending.add(role, terms.usd_per_h or 0.0)
         self.market.add(role, terms)
         return True
 
-    def _request(self, role: Role, name: str, market: Market, terms: Terms, *notes: str, fallback: bool) -> None:
-        before = self.incarnations.get(name, self.state.slots.get(name, Slot()).incarnations)
-        incarnation = self.incarnations[name] = before + 1
-        kind = kind_of(role, market)
-        self.requested[kind] = self.requested.get(kind, 0) + 1
-        replaced = "first" if incarnation == 1 else f"replaces {node_id_of(name, before)}"
-        node, pool = node_id_of(name, incarnation), None if terms.choice is None else terms.choice.offer.pool
-        reason = "; ".join(part for part in (replaced, *notes, terms.place) if part)
-        max_usd, disk_usd = terms.machine_usd_per_h or 0.0, terms.disk_usd_per_h
-        event = NodeRequested(node, role, name, incarnation, market, reason, max_usd, pool, fallback, disk_usd)
-        self.found.add(event, f"{node} requested ({reason})")
+    # The budget.
 
-    def _refuse(self, role: Role, kind: str, usd_per_h: float | None, reason: str, *, fallback: bool) -> None:
+    def _spending(self, nodes: Iterable[Node] | None = None) -> Spending:
+        return Spending(self.tick.state, self.tick.snapshot, self.spec, nodes)
+
+    def _stop(self, reason: str) -> None:
+        reached = BudgetReached(self._spending().spent_usd, reason, self.spec.budget.at)
+        self.tick.emit(reached, f"budget: {reason}")
+        self.tick.move_run(RunPhase.STOPPING, f"the budget is reached: {reason}")
+
+    def _refuse(self, role: Role, kind: str, usd_per_h: float | None, reason: str, *, is_fallback: bool) -> None:
         """Handle a machine that the budget refuses: the run waits, continues without it, or stops.
 
         It waits while prices are unknown, and while leaving machines free the money for the new one. It continues
@@ -318,48 +220,39 @@ class _Reconciler:
         hourly cap, and requested again once its actual price is known. Without a trainer, or any rollout node, the
         run stops.
         """
-        staying = list(self.filling.values())
-        spending = Spending(self.state, self.snapshot, self.spec, staying)
-        leaving = len(self.state.nodes) - len(staying)
-        reason += ", although the deadline needs it" if fallback and self.wanted.is_behind else ""
-        fallback = fallback or (role is Role.ROLLOUT and self.wanted.spot_too_expensive)
-        refused_kind = kind if fallback else f"{role}"
-        if reason == PRICES_UNKNOWN:
-            self.found.notes.append(reason)
-        elif usd_per_h is not None and leaving and not spending.excess_with(role, usd_per_h):
-            self.found.notes.append(f"{role} waits for {leaving} machines to leave: {reason}")
-        elif (
-            role is Role.TRAINER and usd_per_h is not None and (nodes := self._nodes_over_cap(usd_per_h, staying))
-        ):
-            for node in nodes:
-                self._release_node(node, f"the trainer's machine comes first: {reason}")
-        elif usd_per_h is not None and not fallback and (role is Role.TRAINER or not self._has_rollouts):
-            self._stop(reason)
-        elif is_news(self.state.reports, refused := BudgetRefused(refused_kind, reason)):
-            self.found.add(refused, f"no more {refused_kind} machines: {reason}")
-
-    @property
-    def _has_rollouts(self) -> bool:
-        nodes = self.state.nodes.values()
+        nodes, staying = self.tick.state.nodes.values(), self._filling()
+        leaving = len(nodes) - len(staying)
         is_draining = any(node.role is Role.ROLLOUT and node.phase is NodePhase.DRAINING for node in nodes)
-        return is_draining or self._present > 0
+        reason += ", although the deadline needs it" if is_fallback and self.wanted.is_behind else ""
+        may_lack = is_fallback or (role is Role.ROLLOUT and self.wanted.spot_too_expensive)
+        refused = BudgetRefused(kind if may_lack else f"{role}", reason)
+        if reason == PRICES_UNKNOWN:
+            self.tick.reasons.append(reason)
+        elif usd_per_h is None:
+            self.tick.report(refused, f"no more {refused.role} machines: {reason}")
+        elif leaving and not self._spending(staying).excess_with(role, usd_per_h):
+            self.tick.reasons.append(f"{role} waits for {leaving} machines to leave: {reason}")
+        elif role is Role.TRAINER and (released := self._nodes_over_cap(usd_per_h)):
+            for node in released:
+                self._release_node(node, f"the trainer's machine comes first: {reason}")
+        elif not may_lack and (role is Role.TRAINER or not (self.rollouts or is_draining)):
+            self._stop(reason)
+        else:
+            self.tick.report(refused, f"no more {refused.role} machines: {reason}")
 
-    def _nodes_over_cap(self, trainer_usd_per_h: float, nodes: list[Node]) -> list[Node]:
+    def _nodes_over_cap(self, trainer_usd_per_h: float) -> list[Node]:
         """Return rollout nodes to release, the most expensive first, for a trainer to fit under the hourly cap.
 
         Empty if that would not suffice.
         """
-        total = Caps(Spending(self.state, self.snapshot, self.spec).caps.usd, None)
-        if Spending(self.state, self.snapshot, self.spec, nodes, total).excess_with(
-            Role.TRAINER, trainer_usd_per_h
-        ):
-            return []
-        rollouts = sorted((node for node in nodes if node.role is Role.ROLLOUT), key=lambda node: -node.usd_per_h)
-        others = [node for node in nodes if node.role is not Role.ROLLOUT]
-
-        def fits_without(count: int) -> bool:
-            spending = Spending(self.state, self.snapshot, self.spec, [*others, *rollouts[count:]])
-            return not spending.excess_with(Role.TRAINER, trainer_usd_per_h)
-
-        count = bisect_left(range(len(rollouts) + 1), True, lo=1, key=fits_without)  # monotonic
-        return rollouts[:count] if count <= len(rollouts) else []
+        state, snapshot, spec = self.tick.state, self.tick.snapshot, self.spec
+        nodes, found = sorted(self._filling(), key=lambda node: -node.usd_per_h), list[Node]()
+        total = Spending(state, snapshot, spec, nodes, replace(caps_of(state, spec), usd_per_h=None))
+        spending = self._spending(nodes)
+        for node in nodes if not total.excess_with(Role.TRAINER, trainer_usd_per_h) else ():
+            if node.role is Role.ROLLOUT:
+                spending.add(node.role, -node.usd_per_h)
+                found.append(node)
+                if not spending.excess_with(Role.TRAINER, trainer_usd_per_h):
+                    return found
+        return []

@@ -5,19 +5,22 @@ Each topic has a state. It is journalled when the state differs from the last re
 
 from __future__ import annotations
 
-from grpo_orch.policies.fleet.budget import Spending, caps_of
+from collections.abc import Iterator
+
+from grpo_orch.policies.fleet.budget import are_set, caps_of, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     CapacityShortage,
     DeadlineMissed,
+    Event,
     NodesGenerate,
     PitfallFound,
     TrainerGenerates,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.reports import PITFALL
-from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase, role_of
+from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import GENERATING, OWN_GENERATION
 
@@ -27,38 +30,31 @@ PRICES = "prices"  # a kind of PitfallFound event
 
 
 def report(tick: Tick) -> None:
-    """Journal each topic whose state has changed."""
-    if tick.state.phase not in LIVE_RUN:
-        return
-    _budget(tick)
-    _prices(tick)
-    _generation(tick)
-    _capacity(tick)
-    _deadline(tick)
+    """Journal each topic of a live run whose state has changed."""
+    if tick.state.phase in LIVE_RUN:
+        for topic in (_money, _generation, _capacity, _deadline):
+            for event, reason in topic(tick):
+                tick.report(event, reason)
 
 
-def _budget(tick: Tick) -> None:
-    usd = caps_of(tick.state, tick.spec).usd
-    if usd is None:
-        return
-    spent = Spending(tick.state, tick.snapshot, tick.spec).spent_usd
-    if spent >= NEAR_SHARE * usd:
-        tick.report(BudgetNeared(spent, usd), f"{spent:.2f} of {usd:.2f} USD are spent")
+def _money(tick: Tick) -> Iterator[tuple[Event, str]]:
+    """Report a nearly spent budget, and that the cloud does not list its offers."""
+    caps, error = caps_of(tick.state, tick.spec), tick.snapshot.prices_trouble
+    if caps.usd is not None:
+        spent = spent_usd(tick.state, tick.snapshot.now_s) + tick.snapshot.controller.usd
+        if spent >= NEAR_SHARE * caps.usd:
+            yield BudgetNeared(spent, caps.usd), f"{spent:.2f} of {caps.usd:.2f} USD are spent"
+    if error and f"{PITFALL} {PRICES}" not in tick.state.reports:
+        step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
+        is_capped = tick.snapshot.prices is None and are_set(caps)
+        effect = (
+            "nothing is bought, because the run has a budget" if is_capped else "the cloud chooses where to buy"
+        )
+        text = f"the cloud does not list its offers: {error}; {effect}"
+        yield PitfallFound(PRICES, step, text), text
 
 
-def _prices(tick: Tick) -> None:
-    """Report that the cloud does not list its offers. Without a budget, machines are bought nevertheless."""
-    error = tick.snapshot.prices_trouble
-    if not error or f"{PITFALL} {PRICES}" in tick.state.reports:
-        return
-    step = 0 if tick.snapshot.trainer is None else tick.snapshot.trainer.step
-    is_capped = tick.snapshot.prices is None and caps_of(tick.state, tick.spec).are_set
-    effect = "nothing is bought, because the run has a budget" if is_capped else "the cloud chooses where to buy"
-    text = f"the cloud does not list its offers: {error}; {effect}"
-    tick.report(PitfallFound(PRICES, step, text), text)
-
-
-def _generation(tick: Tick) -> None:
+def _generation(tick: Tick) -> Iterator[tuple[Event, str]]:
     """Report who makes the completions: rollout nodes, or the trainer while none is available."""
     beat, since_s = tick.snapshot.trainer, tick.state.own_generation_since_s
     if beat is None or tick.state.phase is not RunPhase.TRAINING or beat.timeline != tick.state.timeline:
@@ -66,50 +62,38 @@ def _generation(tick: Tick) -> None:
     if beat.activity == OWN_GENERATION:
         without_s = tick.state.shortages.rollout_since_s
         waited_s = None if without_s is None else tick.waited_s(without_s)
-        tick.report(TrainerGenerates(beat.step, waited_s), "no rollout node is available: the trainer generates")
-    elif since_s is not None and _nodes_generate(tick, beat.activity):
-        lasted_s = tick.waited_s(since_s)
-        tick.report(NodesGenerate(beat.step, lasted_s), f"rollout nodes generate again, at step {beat.step}")
+        yield TrainerGenerates(beat.step, waited_s), "no rollout node is available: the trainer generates"
+    elif since_s is not None:
+        # A waiting trainer without nodes will generate again.
+        is_serving = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
+        if is_serving or beat.activity == GENERATING:
+            event = NodesGenerate(beat.step, tick.waited_s(since_s))
+            yield event, f"rollout nodes generate again, at step {beat.step}"
 
 
-def _nodes_generate(tick: Tick, activity: str) -> bool:
-    """Whether nodes make the trainer's completions. A waiting trainer has no nodes and will generate again."""
-    if activity == GENERATING:
-        return True
-    is_serving = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
-    return is_serving and activity != OWN_GENERATION
-
-
-def _capacity(tick: Tick) -> None:
+def _capacity(tick: Tick) -> Iterator[tuple[Event, str]]:
     """Report that the run has waited for machines for an hour, as far as this controller has watched.
 
     Either the trainer has no machine, or no rollout node serves while the trainer works. A parked run has already
     reported it.
     """
     state = tick.state
-    if state.phase is RunPhase.PARKED:
-        return
-    trainer_since_s, since_s = state.shortages.trainer_since_s, state.shortages.rollout_since_s
-    if trainer_since_s is not None:
-        _missing(tick, Role.TRAINER, trainer_since_s)
-    elif since_s is not None and tick.spec.rollout.replicas.max:
+    role, since_s = Role.TRAINER, state.shortages.trainer_since_s
+    if since_s is None and state.shortages.rollout_since_s is not None and tick.spec.rollout.replicas.max:
         serving = [node.since_s for node in state.trainer_machines if node.phase is NodePhase.SERVING]
         if serving:
-            _missing(tick, Role.ROLLOUT, max(since_s, min(serving)))
-
-
-def _missing(tick: Tick, role: Role, since_s: float) -> None:
-    if tick.silent_s(since_s) < MISSING_S:
+            role, since_s = Role.ROLLOUT, max(state.shortages.rollout_since_s, min(serving))
+    if state.phase is RunPhase.PARKED or since_s is None or tick.silent_s(since_s) < MISSING_S:
         return
     missing = "no trainer machine" if role is Role.TRAINER else "no rollout node has served"
-    minutes = f"{missing} for {tick.silent_s(since_s) / 60:.0f} min"
-    refused = [slot for name, slot in tick.state.slots.items() if role_of(name) is role and slot.last_refusal]
-    newest = max(refused, key=lambda slot: slot.refused_at_s, default=None)
-    reason = f"{minutes}; last refusal: {newest.last_refusal}" if newest else minutes
-    tick.report(CapacityShortage(role, since_s, reason), reason)
+    reason = f"{missing} for {tick.silent_s(since_s) / 60:.0f} min"
+    refused = [kind for name, kind in state.kinds.items() if name.startswith(role) and kind.last_refusal]
+    if refused:
+        reason += f"; last refusal: {max(refused, key=lambda kind: kind.failed_at_s).last_refusal}"
+    yield CapacityShortage(role, since_s, reason), reason
 
 
-def _deadline(tick: Tick) -> None:
+def _deadline(tick: Tick) -> Iterator[tuple[Event, str]]:
     """Report a deadline that has passed or is out of reach. The run continues at the most economical pace."""
     course = deadline_progress(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
@@ -118,9 +102,9 @@ def _deadline(tick: Tick) -> None:
     if shape is None or max_nodes == 0:
         if course.now_s > course.deadline_s:
             event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, max_nodes, None)
-            tick.report(event, f"the deadline has passed at step {course.step} of {course.steps}")
+            yield event, f"the deadline has passed at step {course.step} of {course.steps}"
     elif course.is_late(shape, max_nodes):
         end_s, step_s = course.end_s(shape, max_nodes), shape.seconds(max_nodes)
         event = DeadlineMissed(course.deadline_s, end_s, course.step, course.steps, max_nodes, step_s)
         late_s = end_s - course.deadline_s
-        tick.report(event, f"the deadline is out of reach: {late_s:.0f} s late even with {max_nodes} nodes")
+        yield event, f"the deadline is out of reach: {late_s:.0f} s late even with {max_nodes} nodes"

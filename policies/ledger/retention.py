@@ -166,7 +166,7 @@ def versions_to_delete(
 # The maximum number of checkpoints in the store, computed before a run starts.
 
 # Upload speed from a single machine to a store, slow and fast. `down` assumes the same two
-# (policies.control.stopping); Ceph's gateway reached 200 MB/s (docs/benchmarks.md).
+# (policies.control.lifecycle); Ceph's gateway reached 200 MB/s (docs/benchmarks.md).
 STORE_BYTES_PER_S = (100 * 10**6, 1000 * 10**6)
 # Newest saves that are simulated, in addition to the recent ones. Earlier saves only add a few at doubling ages.
 SIMULATED_SAVES = 300

@@ -20,8 +20,8 @@ CREDENTIALS_MAX_S = 3600.0  # after refused credentials: once the user has fixed
 WORKS_S = 600.0  # a machine that serves this long after the last that soon broke shows that the kind works
 SPOT_STABLE_S = 600.0  # a spot machine that has served this long counts as stable
 BACK_OFF_FIRST_S = 2.0  # after refusals; doubled with each in a row
-BACK_OFF_MAX_NEEDED_S = 15.0  # for nodes below `replicas.min`
-BACK_OFF_MAX_EXTRA_S = 120.0  # for those above it
+BACK_OFF_MAX_NEEDED_S = 15.0
+BACK_OFF_MAX_EXTRA_S = 120.0  # in a parked run, which needs no node immediately
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,9 +148,6 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
         )
         for name, node in state.nodes.items()
     }
-    slots = {
-        name: replace(slot, refused_at_s=min(slot.refused_at_s, time_s)) for name, slot in state.slots.items()
-    }
     kinds = {
         name: replace(kind, failed_at_s=min(kind.failed_at_s, time_s), stopped_at_s=kind.stopped_at_s - back_s)
         for name, kind in state.kinds.items()
@@ -166,7 +163,6 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
     return replace(
         state,
         nodes=matching_mapping(state.nodes, nodes),
-        slots=matching_mapping(state.slots, slots),
         kinds=matching_mapping(state.kinds, kinds),
         pools=matching_mapping(state.pools, pools),
         size=replace(state.size, at_s=min(state.size.at_s, time_s)),
@@ -450,18 +446,9 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
     node = state.nodes[event.node]
     check_move(NODE_EDGES, node.phase, event.phase)
     state = note_moved(state, node, event, time_s)
-    slot = state.slots.get(node.slot, Slot())
     unserved = node.phase in (NodePhase.REQUESTED, NodePhase.BOOTING) and not node.served
     lost = unserved and event.phase in (NodePhase.GONE, NodePhase.DRAINING)
     state = _noting_spot(state, node, event, time_s)
-    if node.is_fallback:
-        pass  # it does not count for its slot, which spot may fill at the same time
-    elif event.phase is NodePhase.REFUSED or event.refusal is not None or lost:
-        refusals = slot.refusals_in_a_row + 1
-        slot = replace(slot, refusals_in_a_row=refusals, refused_at_s=time_s, last_refusal=event.refusal)
-    elif event.phase is NodePhase.SERVING:
-        slot = replace(slot, refusals_in_a_row=0, last_refusal=None)
-    state = _with_slot(state, node.slot, slot)
     kind = state.kinds.get(node.kind, MachineKind())
     came, requested_at_s = node.phase is not NodePhase.REQUESTED, node.requested_at_s
     kind = after_move(

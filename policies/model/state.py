@@ -12,7 +12,7 @@ from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord
 from grpo_orch.policies.model.reports import BY_TRAINER, GENERATION, SLOW, STORE, UNREADABLE, Reports
 from grpo_orch.policies.model.timelines import Fork, probation_until
-from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
+from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The history of a slot's incarnations: their number, and recent refusals."""
+    """The number of a slot's incarnations, and of restarts of their work."""
 
     incarnations: int = 0
     job_restarts: int = 0
-    refusals_in_a_row: int = 0
-    refused_at_s: float = 0.0
-    last_refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.simulate import scenarios, work
 from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
 from grpo_orch.orchestrator.simulate.simulation import InvariantViolated
 from grpo_orch.policies.control import decide as deciding
-from grpo_orch.policies.control.rollback import begin as rollback_begin
+from grpo_orch.policies.control import rollback as rollback_begin
 from grpo_orch.policies.fleet import budget, market
 from grpo_orch.policies.ledger.retention import StoredCheckpoint
 from grpo_orch.policies.model.breaker import MachineKind
@@ -114,7 +114,8 @@ def _takes_a_missing_answer_for_an_empty_cloud() -> AbstractContextManager[objec
 
 
 def _does_not_count_its_money() -> AbstractContextManager[object]:
-    return mock.patch.object(budget, "excess", return_value="")
+    never = mock.Mock(return_value="")
+    return mock.patch.multiple(budget.Spending, exceeded=never, excess_with=never)
 
 
 def _looks_at_its_money_only_before_it_buys() -> AbstractContextManager[object]:

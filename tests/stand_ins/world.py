@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.control.decide import decide, is_done
-from grpo_orch.policies.control.rollback.choice import choose_start
+from grpo_orch.policies.control.rollback import choose_start
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.fleet.budget import spent_usd

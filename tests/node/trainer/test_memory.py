@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_orch.policies.control.rollback.begin import changes_to_save_memory
+from grpo_orch.policies.control.rollback import changes_to_save_memory
 from tests.node.trainer.rig import GRPO, open_rig
 
 CLOSE = 1e-6

@@ -11,7 +11,7 @@ from grpo_orch.checkpoint.journal import Journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.down import Stopping, progress
-from grpo_orch.policies.control.stopping import DOWN, DOWN_NOW
+from grpo_orch.policies.control.lifecycle import DOWN, DOWN_NOW
 from grpo_orch.policies.model.events import NodeMoved, NodeRequested, RunCreated, RunMoved
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from grpo_orch.policies.serving.joining import Stage

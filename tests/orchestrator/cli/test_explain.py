@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
-from grpo_orch.orchestrator.control.plan_writer import EVERY_S, PlanWriter
+from grpo_orch.orchestrator.control.daemon import PLAN_EVERY_S, PlanWriter
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.fleet.explain import explain
 from grpo_orch.policies.model import exit_codes
@@ -76,16 +76,16 @@ def test_plan_is_written_only_when_it_changes(stored: Views) -> None:
     for _ in range(3):
         writer.ticked(world.state, world.snapshot())
     first = documents.PLAN.read(stored.store)
-    world.wait(EVERY_S + 1.0)
+    world.wait(PLAN_EVERY_S + 1.0)
     writer.ticked(world.state, world.snapshot())
     assert documents.PLAN.read(stored.store) == first, "nothing has changed"
     world.dry_up()
-    world.wait(EVERY_S + 1.0)
+    world.wait(PLAN_EVERY_S + 1.0)
     writer.ticked(world.state, world.snapshot())
     second = documents.PLAN.read(stored.store)
     assert first is not None
     assert second is not None
-    assert second.at_s - first.at_s > EVERY_S
+    assert second.at_s - first.at_s > PLAN_EVERY_S
 
 
 def test_plan_that_could_not_be_written_is_written_later(stored: Views, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +99,6 @@ def test_plan_that_could_not_be_written_is_written_later(stored: Views, monkeypa
         away.setattr(stored.store, "put", fails)
         writer.ticked(world.state, world.snapshot())
     assert documents.PLAN.read(stored.store) is None
-    world.wait(EVERY_S + 1.0)
+    world.wait(PLAN_EVERY_S + 1.0)
     writer.ticked(world.state, world.snapshot())
     assert documents.PLAN.read(stored.store) is not None

@@ -116,7 +116,7 @@ def test_starting_machine_may_still_be_refused() -> None:
     del world.machines["rollout-0-i1"]
     world.tick()
     assert "rollout-0-i1" not in world.state.nodes
-    assert world.state.slots["rollout-0"].last_refusal is Refusal.NO_CAPACITY
+    assert world.state.kinds["rollout on spot"].last_refusal is Refusal.NO_CAPACITY
 
 
 def confirms(world: World) -> list[str]:

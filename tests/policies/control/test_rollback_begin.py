@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.control.rollback.begin import DIVERGENCE_WAIT_S, DRAIN_WAIT_S, TARGET_HINT
+from grpo_orch.policies.control.rollback import DIVERGENCE_WAIT_S, DRAIN_WAIT_S, TARGET_HINT
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     CommandTaken,

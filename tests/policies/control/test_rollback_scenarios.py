@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.control.rollback.choice import choose_start, target_before_step
+from grpo_orch.policies.control.rollback import choose_start, target_before_step
 from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackStarted
 from grpo_orch.policies.model.fold import apply
 from grpo_orch.policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec

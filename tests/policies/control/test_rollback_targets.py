@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.orchestrator.simulate.work import retain
-from grpo_orch.policies.control.rollback.choice import Target, choose_start, choose_target, target_before_step
+from grpo_orch.policies.control.rollback import Target, choose_start, choose_target, target_before_step
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.state import Rollback

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from grpo_orch.policies.fleet.budget import TEARDOWN_S, Caps, Running, excess, on_demand_usd, spent_usd
+from grpo_orch.policies.fleet.budget import TEARDOWN_S, Spending, on_demand_usd, spent_usd
 from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import fold
+from grpo_orch.policies.model.state import Money, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
+from grpo_orch.policies.tick.snapshot import Snapshot
+from tests.stand_ins.world import capped
 
-TRAINER, NODE = Running(36.0, 900.0), Running(3.6, 0.0)
+
+def excess(usd: float | None, usd_per_h: float | None, spent_usd: float = 0.0) -> str:
+    """Which cap a trainer at 36 USD an hour exceeds, once a node at 3.6 is added."""
+    state = RunState(money=Money(spent_usd=spent_usd))
+    spending = Spending(state, Snapshot(0.0, prices={}), capped(usd, usd_per_h))
+    spending.add(Role.TRAINER, 36.0)
+    return spending.refusal(Role.ROLLOUT, "node", 3.6)
 
 
 def test_budget_reserves_running_cost_until_teardown() -> None:
     reserve = 36 * (900 + TEARDOWN_S) / 3600 + 3.6 * TEARDOWN_S / 3600
-    assert excess(Caps(100 + reserve + 0.01, None), 100.0, [TRAINER, NODE]) == ""
-    assert "budget.usd" in excess(Caps(100 + reserve - 0.01, None), 100.0, [TRAINER, NODE])
+    assert excess(100 + reserve + 0.01, None, 100.0) == ""
+    assert "budget.usd" in excess(100 + reserve - 0.01, None, 100.0)
 
 
 def test_hourly_cap_limits_concurrent_machines() -> None:
-    assert excess(Caps(None, 39.6), 1e6, [TRAINER, NODE]) == ""
-    assert "39.60 USD an hour" in excess(Caps(None, 39.5), 0.0, [TRAINER, NODE])
+    assert excess(None, 39.6, 1e6) == ""
+    assert "39.60 USD an hour" in excess(None, 39.5)
 
 
 def test_without_caps_everything_fits() -> None:
-    assert excess(Caps(None, None), 1e9, [TRAINER] * 99) == ""
+    assert excess(None, None, 1e9) == ""
 
 
 def test_machine_counts_at_its_cap_until_its_price_is_known() -> None:

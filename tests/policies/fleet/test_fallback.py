@@ -361,10 +361,6 @@ def test_returning_spot_is_found_under_any_cap(
     assert len(world.stood_in) == stood_in
 
 
-usd = st.floats(0.5, 50.0)
-seconds = st.floats(1.0, 2000.0)
-
-
 def test_larger_fleet_requests_spot_before_on_demand() -> None:
     """That spot was short once, hours ago, says nothing of the nodes that are asked for now."""
     base = spec(4)

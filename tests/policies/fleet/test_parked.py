@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_orch.policies.control.stopping import DOWN
+from grpo_orch.policies.control.lifecycle import DOWN
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import TimelineForked

@@ -7,13 +7,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_orch.policies.fleet.market import REST_MAX_S, HalfLives, Placement, choose, rates_of, rest_s
+from grpo_orch.policies.fleet.market import REST_MAX_S, Placement, choose, rates_of, rest_s
 from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import PREEMPTION_NOTICE, fold
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
+from grpo_orch.policies.model.spec import FleetPolicy
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
-HALF = HalfLives(24.0, 6.0)
+HALF = FleetPolicy(loss_half_life_h=24.0, launch_half_life_h=6.0)
 HOUR_S = 3600.0
 NOW_S = 1e9
 LONG_AGO_S = NOW_S - 1e4 * HOUR_S
@@ -47,9 +48,7 @@ def test_dominated_pool_is_not_chosen(
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
     bad = replace(bad, stays=tuple(replace(one, preempted=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
-    chosen = choose(
-        offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2, zone_premium=0.0
-    )
+    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
 

@@ -195,16 +195,33 @@ def test_lost_seconds_are_the_excess_of_a_disturbed_gap() -> None:
     assert fault_costs(log, [fault(160)]) == [FaultCost("kill", 4 + 1, 25.0, 0, True)]
 
 
-def test_finished_run_survived_faults_without_another_step() -> None:
-    late, without_steps = [fault(300)], [fault(5)]
-    assert [cost.survived for cost in fault_costs(steps(100, 110), late)] == [False]
-    assert [cost.survived for cost in fault_costs(steps(100, 110), late, finished=True)] == [True]
-    assert [cost.survived for cost in fault_costs([], without_steps, finished=True)] == [True]
+@pytest.mark.parametrize(
+    ("times_s", "faults", "lost_s"),
+    [
+        ((0, 10, 40, 70, 100), [fault(11), fault(41), fault(71)], [20.0] * 3),  # the usual gap has no fault
+        ((0, 10, 20, 30, 48, 58), [fault(29.9, seen_s=31.0)], [8.0]),  # noticed after its step: the next gap, too
+        ((0, 10, 20, 30, 48, 58), [fault(29.9)], [0.0]),
+        ((0, 10, 20, 30, 42, 51, 61), [fault(31, seen_s=50)], [1.0]),  # quick gaps offset slow ones
+        ((0, 10, 20, 30, 42, 51, 61), [fault(43, seen_s=50)], [0.0]),  # and never go below zero
+        ((10,), [fault(20)], [0.0]),
+        ((), [fault(20)], [0.0]),
+    ],
+)
+def test_fault_costs_the_excess_over_the_usual_gap(
+    times_s: tuple[float, ...], faults: list[Fault], lost_s: list[float]
+) -> None:
+    assert [cost.seconds_lost for cost in fault_costs(steps(*times_s), faults)] == lost_s
 
 
-def test_usual_gap_is_that_of_undisturbed_steps() -> None:
-    log = steps(0, 10, 40, 70, 100)
-    assert [cost.seconds_lost for cost in fault_costs(log, [fault(11), fault(41), fault(71)])] == [20.0] * 3
+@pytest.mark.parametrize(
+    ("times_s", "finished", "survived"),
+    [((0, 10, 20), False, [True, False, False]), ((0, 10, 20), True, [True] * 3), ((), True, [True] * 3)],
+)
+def test_fault_is_survived_by_a_later_step_or_the_runs_end(
+    times_s: tuple[float, ...], finished: bool, survived: list[bool]
+) -> None:
+    faults = [fault(19), fault(20), fault(21)]
+    assert [cost.survived for cost in fault_costs(steps(*times_s), faults, finished=finished)] == survived
 
 
 def test_faults_in_one_gap_share_its_cost_without_remainder() -> None:
@@ -212,18 +229,6 @@ def test_faults_in_one_gap_share_its_cost_without_remainder() -> None:
     costs = fault_costs(log, [fault(22), fault(30)])
     assert [cost.seconds_lost for cost in costs] == [10.5, 10.5]
     assert [cost.tokens_regenerated for cost in costs] == [51, 50]
-
-
-def test_fault_noticed_after_its_step_costs_the_next_gap_too() -> None:
-    log = steps(0, 10, 20, 30, 48, 58)
-    assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9, seen_s=31.0)])] == [8.0]
-    assert [cost.seconds_lost for cost in fault_costs(log, [fault(29.9)])] == [0.0]
-
-
-def test_quick_gaps_offset_slow_ones_and_never_go_below_zero() -> None:
-    log = steps(0, 10, 20, 30, 42, 51, 61)
-    assert [c.seconds_lost for c in fault_costs(log, [fault(31, seen_s=50)])] == [1.0]
-    assert [c.seconds_lost for c in fault_costs(log, [fault(43, seen_s=50)])] == [0.0]
 
 
 def test_gap_before_first_remade_step_holds_the_restart_cost() -> None:
@@ -242,16 +247,6 @@ def test_steps_still_to_be_made_again_are_not_part_of_the_run() -> None:
         3,
         2,
     ]
-
-
-def test_a_fault_is_survived_once_a_step_was_logged_after_it() -> None:
-    log = steps(0, 10, 20)
-    assert [cost.survived for cost in fault_costs(log, [fault(19), fault(20), fault(21)])] == [True, False, False]
-
-
-@pytest.mark.parametrize("log", [[], steps(10)])
-def test_faults_of_a_run_without_gaps_cost_nothing_yet(log: list[MetricsRow]) -> None:
-    assert [(cost.seconds_lost, cost.survived) for cost in fault_costs(log, [fault(20)])] == [(0.0, False)]
 
 
 def test_fault_within_the_tick_that_saw_it_counts_once() -> None:

@@ -56,7 +56,6 @@ def test_machines_taken_before_they_serve_are_no_service(phase: NodePhase, why: 
     state = fold(history)
     kind = state.kinds["rollout on spot"]
     assert (kind.preempted_in_a_row, kind.fails, kind.never_serves) == (3, True, False)
-    assert state.slots["rollout-0"].refusals_in_a_row == 3
     assert state.shortages.rollout_since_s == 100.0
     booting = fold([(5, 500.0, moved(5, NodePhase.BOOTING))], state)
     assert (booting.kinds["rollout on spot"].fails, booting.shortages.rollout_since_s) == (True, 100.0)

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_orch.orchestrator import config
-from grpo_orch.policies.control.rollback.begin import changes_to_save_memory
-from grpo_orch.policies.control.rollback.choice import changes_on_rollback
+from grpo_orch.policies.control.rollback import changes_on_rollback, changes_to_save_memory
 from grpo_orch.policies.model.loss import (
     DEFAULT_LOSS,
     TRL_DEFAULTS,

@@ -1,29 +1,171 @@
-"""Begin rollbacks: decide when, to which checkpoint, and with which changes."""
+"""Roll the run back: decide when, to which checkpoint and with which changes; then do it in journalled stages.
+
+A stage requests its effect at every tick until the effect is observed. So if a controller dies between any two
+stages, the next controller continues.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_orch.policies.control.rollback.choice import (
-    Target,
-    budget_spent,
-    changes_on_rollback,
-    choose_start,
-    choose_target,
-    target_before_step,
-)
-from grpo_orch.policies.detect.divergence import Health
+from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import HealthyChosen, PitfallFound, RollbackStarted
-from grpo_orch.policies.model.loss import effects, pieces_keep_gradient, value_of
+from grpo_orch.policies.model.events import (
+    Diverged,
+    DivergenceCleared,
+    DivergenceSuspected,
+    Exported,
+    FleetMoved,
+    HealthyChosen,
+    PitfallFound,
+    ProbationPassed,
+    RollbackStarted,
+    TimelineForked,
+    TimelineResumed,
+    TrainerFenced,
+)
+from grpo_orch.policies.model.loss import (
+    CLIPPING_LOSSES,
+    effects,
+    is_on_policy,
+    loss_of,
+    pieces_keep_gradient,
+    value_of,
+    weight_cap,
+)
 from grpo_orch.policies.model.phases import LIVE_RUN, UNTRAINED_ROLLBACK
-from grpo_orch.policies.model.spec import fixes_accumulation, processes_of
-from grpo_orch.policies.model.state import RunState
-from grpo_orch.policies.model.timelines import Fork, Skipped, forked_spec
-from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
+from grpo_orch.policies.model.reports import PITFALL
+from grpo_orch.policies.model.spec import (
+    OnRollback,
+    RollbackBudget,
+    fixes_accumulation,
+    generates_itself,
+    processes_of,
+)
+from grpo_orch.policies.model.state import Rollback, RunState
+from grpo_orch.policies.model.timelines import Fork, Skipped, forked_spec, lineage, on_lineage
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, PolicyVersion, Role, RollbackStage, RunPhase
+from grpo_orch.policies.serving.wire import labelled_version
 from grpo_orch.policies.tick.draft import Tick
-from grpo_orch.policies.tick.snapshot import HEARTBEAT_FRESH_S, Command
+from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING, HEARTBEAT_FRESH_S, Command
+
+# An old trainer stops when it next reads the store, and a hung process kills itself (after 20 s). A machine where
+# neither happens is terminated.
+FENCE_WAIT_S = 120.0
+
+
+def control_timeline(tick: Tick) -> None:
+    """Journal the run's health, advance a rollback, and begin one if needed."""
+    healthy = tick.state.healthy
+    if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
+        tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
+    if tick.state.phase not in LIVE_RUN:
+        return
+    report_health(tick)
+    report_pitfalls(tick)
+    if tick.state.rollback is not None:
+        _advance(tick, tick.state.rollback)
+    if tick.state.rollback is None or tick.state.rollback.stage not in UNTRAINED_ROLLBACK:
+        answer_divergence(tick)
+        answer_memory(tick)
+
+
+def _advance(tick: Tick, rollback: Rollback) -> None:
+    timeline, beat = rollback.fork.timeline, tick.snapshot.trainer
+    if beat is not None and (beat.timeline != timeline or beat.activity in BEFORE_TRAINING):
+        beat = None  # no trainer trains on the new timeline yet
+    match rollback.stage:
+        case RollbackStage.BEGUN:
+            if tick.snapshot.store.timeline >= timeline:
+                tick.emit(TimelineForked(timeline), f"timeline {timeline} is in the store")
+        case RollbackStage.FORKED:
+            _fence(tick, rollback)
+        case RollbackStage.FENCED:
+            if beat is not None:
+                resumed = TimelineResumed(timeline, beat.step)
+                tick.emit(resumed, f"timeline {timeline} trains from step {beat.step}")
+        case RollbackStage.RESUMED:
+            policy = next((p for p in _served(tick) if p.timeline == timeline), None)
+            if policy is not None:
+                tick.emit(FleetMoved(timeline, str(policy)), f"the fleet serves {policy}")
+        case RollbackStage.PROBATION:
+            if beat is not None and beat.step > rollback.probation_until_step:
+                tick.emit(ProbationPassed(timeline, beat.step), f"timeline {timeline} has passed its probation")
+
+
+def _fence(tick: Tick, rollback: Rollback) -> None:
+    trainers = tick.state.live(Role.TRAINER)
+    working = [node for node in trainers if node.may_be_working]
+    if working and tick.silent_s(rollback.since_s) > FENCE_WAIT_S:
+        for node in working:
+            tick.move(node, NodePhase.TERMINATING, "its trainer did not stop for the new timeline")
+        return
+    if working:
+        return
+    tick.emit(TrainerFenced(rollback.fork.timeline), "the old trainer has ended")
+    for node in trainers:
+        if node.attempt_ended_at_s is not None and node.phase is not NodePhase.DRAINING:
+            tick.restart(node, f"continues with timeline {rollback.fork.timeline}")
+
+
+def _served(tick: Tick) -> list[PolicyVersion]:
+    """Return the policy versions that generate now: rollout nodes' or, without any in the run, the trainer's."""
+    beat = tick.snapshot.trainer
+    if generates_itself(tick.spec) and beat is not None and beat.activity not in BEFORE_TRAINING:
+        return [PolicyVersion(beat.timeline, beat.step)]
+    members = (tick.snapshot.members or {}).values()
+    return [labelled_version(member.policy) for member in members if member.serving and member.policy]
+
+
+# The detectors' verdict, journalled: the run diverges, may diverge, is healthy again, or has a pitfall.
+
+
+def report_health(tick: Tick) -> None:
+    """Journal a change of the detectors' verdict."""
+    state = tick.state
+    if state.diverged is not None:
+        return
+    verdict, seen_by = _verdict(tick)
+    if verdict is None:
+        return
+    onset_step = verdict.step if verdict.onset_step is None else verdict.onset_step
+    if verdict.health is Health.TRIPPED:
+        step = verdict.step if verdict.tripped_step is None else verdict.tripped_step
+        event = Diverged(state.timeline, step, onset_step, verdict.evidence, seen_by)
+        tick.emit(event, f"diverged since step {onset_step}")
+    elif verdict.health is Health.WATCH and state.suspected is None:
+        watched = DivergenceSuspected(state.timeline, verdict.step, onset_step, verdict.evidence)
+        tick.emit(watched, f"may be diverging since step {onset_step}")
+    elif verdict.health is Health.HEALTHY and state.suspected is not None:
+        tick.emit(DivergenceCleared(state.timeline, verdict.step), "healthy again")
+
+
+def _verdict(tick: Tick) -> tuple[Verdict | None, str]:
+    """Return the verdict on the present timeline and its source.
+
+    The source is the trainer's detectors, unless they have none or only the controller's have tripped.
+    """
+    beat, watched, timeline = tick.snapshot.trainer, tick.snapshot.verdict, tick.state.timeline
+    by_trainer = beat.verdict if beat is not None and beat.timeline == timeline else None
+    by_controller = watched.verdict if watched is not None and watched.timeline == timeline else None
+    has_tripped = by_controller is not None and by_controller.health is Health.TRIPPED
+    if by_trainer is None or (has_tripped and by_trainer.health is not Health.TRIPPED):
+        return by_controller, "controller"
+    return by_trainer, "trainer"
+
+
+def report_pitfalls(tick: Tick) -> None:
+    """Journal each pitfall once."""
+    watched = tick.snapshot.verdict
+    for found in watched.pitfalls if watched is not None and watched.timeline == tick.state.timeline else ():
+        last = tick.state.reports.get(f"{PITFALL} {found.kind}")
+        if last is None or found.step > int(last.state):
+            tick.report(PitfallFound(found.kind, found.step, found.text), f"noticed: {found.kind}")
+
+
+# When a rollback begins.
 
 # A trainer whose own detector has tripped stores its sealed checkpoints before it ends, and the best target may be
 # one. Wait this long, and again after each progress of the upload. If that detector may be about to trip, wait a
@@ -218,6 +360,126 @@ def _effective(tick: Tick) -> dict[str, object]:
     """The present timeline's `grpo`."""
     forks = tick.state.forks
     return forked_spec(tick.spec, forks[-1] if forks else None).grpo
+
+
+# Its target, its changes, and whether the budget allows it.
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A rollback's target: a checkpoint, or the run's start (`start` None).
+
+    With `missing`, the reason, there is no automatic target.
+    """
+
+    start: PolicyVersion | None
+    missing: str = ""
+
+    def __str__(self) -> str:
+        return self.missing or ("the start" if self.start is None else f"checkpoint {self.start}")
+
+
+def choose_target(
+    checkpoints: Sequence[PolicyVersion],
+    forks: Sequence[Fork],
+    timeline: int,
+    before_step: int | None,
+    *,
+    ever_stored: bool,
+) -> Target:
+    """Return the automatic target: the newest checkpoint on the timeline's lineage from before `before_step`.
+
+    The run's start is chosen only if that loses nothing: no checkpoint was ever stored or, without `before_step`,
+    a user had the timeline begin there and it has stored none yet.
+
+    Args:
+        ever_stored: whether the store has ever listed a checkpoint, even if it lists none now.
+    """
+    start = choose_start(checkpoints, forks, timeline, before_step)
+    if start is not None:
+        return Target(start)
+    began_at_start = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
+    if not (checkpoints or ever_stored) or (began_at_start and before_step is None):
+        return Target(None)
+    if before_step is None:
+        return Target(None, "the store no longer has a checkpoint of this timeline")
+    stored = ", ".join(map(str, sorted(checkpoints))) or "no checkpoints"
+    return Target(None, f"no checkpoint is from before step {before_step}; the store has {stored}")
+
+
+def choose_start(
+    checkpoints: Sequence[PolicyVersion], forks: Sequence[Fork], timeline: int, before_step: int | None
+) -> PolicyVersion | None:
+    """Return the newest checkpoint on the lineage of `timeline`, with a step below `before_step` if given.
+
+    None if there is none.
+    """
+    stretches = lineage(forks, timeline)
+    found = [
+        version
+        for version in checkpoints
+        if on_lineage(version, stretches) and (before_step is None or version.step < before_step)
+    ]
+    return max(found, key=lambda version: version.step, default=None)
+
+
+def target_before_step(onset_step: int, rollbacks: Sequence[Rollback]) -> int:
+    """Return the step before which the next target must lie.
+
+    A timeline that trips during its probation started too late, so the next target also lies before that start,
+    even if memory ran out in between.
+    """
+    for rollback in reversed(rollbacks):
+        if rollback.passed or rollback.cause is Cause.USER:
+            break
+        if rollback.cause is Cause.DIVERGED:
+            start = rollback.fork.start_at
+            return onset_step if start is None else min(onset_step, start.step)
+    return onset_step
+
+
+def changes_on_rollback(grpo: Mapping[str, Any], rules: OnRollback, processes: int = 1) -> dict[str, float]:
+    """Return the keys of `grpo` that a rollback changes, with their new values, if the change has an effect.
+
+    Without a KL term (`beta` 0) none is added: it would need memory for a reference model and change the user's
+    objective. `epsilon`, and `epsilon_high` where set, change only where they clip a ratio other than 1; `cispo`
+    instead caps weights, and its cap moves towards 1.
+
+    Args:
+        processes: number of training processes.
+    """
+    factors = {"learning_rate": rules.learning_rate_factor, "beta": rules.beta_factor}
+    off_policy = not is_on_policy(grpo, processes)
+    if off_policy and loss_of(grpo) in CLIPPING_LOSSES:
+        factors["epsilon"] = rules.epsilon_factor
+        if grpo.get("epsilon_high") is not None:
+            factors["epsilon_high"] = rules.epsilon_factor
+    values = {key: weight_cap(grpo) if key == "epsilon_high" else value_of(grpo, key) for key in factors}
+    wanted = {key: value * factors[key] for key, value in values.items()}
+    if off_policy and loss_of(grpo) == "cispo" and (cap := weight_cap(grpo)) > 1:
+        values["epsilon_high"], wanted["epsilon_high"] = cap, 1 + (cap - 1) * rules.epsilon_factor
+    # Ten digits, so that 0.1 x 3 is not shown as 0.30000000000000004.
+    changed = {key: float(f"{value:.10g}") for key, value in wanted.items()}
+    return {key: value for key, value in changed.items() if value != values[key]}
+
+
+def budget_spent(rollbacks: Sequence[Rollback], step: int, budget: RollbackBudget) -> str:
+    """Return why the budget allows no further rollback for a trip at `step`; empty: it does.
+
+    Rollbacks for divergence count, since the last rollback by a user.
+    """
+    counted: list[Rollback] = []
+    for rollback in rollbacks:
+        counted = [] if rollback.cause is Cause.USER else [*counted, rollback]
+    counted = [rollback for rollback in counted if rollback.cause is Cause.DIVERGED]
+    recent = [rollback for rollback in counted if abs(step - rollback.from_step) < budget.recent_steps]
+    if len(counted) >= budget.total:
+        return f"rolled back {len(counted)} times, the limit of policies.kl.budget.total"
+    if len(recent) >= budget.recent:
+        return (
+            f"rolled back {len(recent)} times within {budget.recent_steps} steps, the limit of policies.kl.budget"
+        )
+    return ""
 
 
 # Changes for a trainer that ran out of memory: first those that keep the objective, then others.
