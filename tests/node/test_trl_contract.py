@@ -325,9 +325,9 @@ def publishing(
 ) -> Publishing:
     """What publishes a model's weights, in one process, without a trainer around it."""
     accelerator = SimpleNamespace(mixed_precision=mixed_precision, is_main_process=is_main_process)
-    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, fsdp_version=None, gather_params=no_gather)
+    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, gather_params=no_gather)
     client = client or SimpleNamespace(publishes_adapters=False)
-    return Publishing(model, accelerator, division, client, lambda: iter(()))
+    return Publishing(model, accelerator, division, client)
 
 
 def no_gather(_parameters: object) -> object:

@@ -47,8 +47,8 @@ class Client:
 def publishing(model: Any, client: Any) -> Publishing:
     """What publishes a model in FSDP2's shards, without a trainer around it."""
     no_gather = {"gather_params": lambda _: nullcontext()}
-    division = SimpleNamespace(is_fsdp=True, is_zero3=False, fsdp_version=2, **no_gather)
-    return Publishing(model, PartialState(), division, client, lambda: iter(()))
+    division = SimpleNamespace(is_fsdp=True, is_zero3=False, **no_gather)
+    return Publishing(model, PartialState(), division, client)
 
 
 def published(model: Any) -> dict[str, torch.Tensor]:
