@@ -223,28 +223,17 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
         environments = check_turns(turns, first_rows, config.num_generations, start.limited)
         columns = {} if wanted.agent is None else agents.example_columns(config.num_generations)
         check_rewards(rewards, wanted.reward_funcs, first_rows, config, start.limited, environments, columns)
-    replacements = replaced(len(data.rows))
-    model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
-    set_seed(config.seed)  # before the model: a restart must draw the same random adapters
-    try:
-        trainer = trl_grpo.FleetGRPOTrainer(
-            client,
-            start.costs,
-            start.env.timeline,
-            replacements,
-            model=model,
-            reward_funcs=[*guarded_rewards(rewards, start.spec), *by_agent],
-            args=config,
-            train_dataset=data.rows,
-            eval_dataset=held_out.rows if held_out else None,
-            peft_config=lora_config(wanted.peft),
-            **guarded_turns(turns, start.spec),
-            **({} if wanted.agent is None else {"rollout_func": agents.rollout_func}),
-        )
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        if passes(error):
-            raise
-        raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+    trainer = build_trainer(
+        start,
+        client,
+        config,
+        replaced(len(data.rows)),
+        reward_funcs=[*guarded_rewards(rewards, start.spec), *by_agent],
+        train_dataset=data.rows,
+        eval_dataset=held_out.rows if held_out else None,
+        **guarded_turns(turns, start.spec),
+        **({} if wanted.agent is None else {"rollout_func": agents.rollout_func}),
+    )
     if start.restored is None:
         check_lengths(start.spec, config.max_completion_length, plain_model(trainer.model).config.to_dict())
         check_tokens(trainer, first_rows, wanted.model)
@@ -259,11 +248,38 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     return trainer
 
 
+def build_trainer(
+    start: Start, client: FleetClient, config: Any, replaced: ReplacedPrompts, **given: Any
+) -> trl_grpo.FleetGRPOTrainer:
+    """Load the base model and build TRL's trainer of it with the arguments `given`. Raises BadSpec."""
+    wanted = start.spec.trainer
+    set_seed(config.seed)  # before the model: a restart must draw the same random adapters
+    try:
+        return trl_grpo.FleetGRPOTrainer(
+            client,
+            start.costs,
+            start.env.timeline,
+            replaced,
+            model=_model_path(start),
+            args=config,
+            peft_config=_lora_config(wanted.peft),
+            **given,
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if passes(error):
+            raise
+        raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+
+
+def _model_path(start: Start) -> str:
+    return model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
+
+
 def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     """Return the publisher of policies: only the adapter if the nodes' engine can apply it."""
     folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
-    path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
+    path = _model_path(start)
     own_config = model_config(path, revision=revision)
     why = adapter_obstacle(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
@@ -363,7 +379,7 @@ def grpo_config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:
         raise BadSpec(f"grpo: {first_line(error).removeprefix('GRPOConfig.__init__() ')}") from error
 
 
-def lora_config(values: dict[str, Any] | None) -> Any:
+def _lora_config(values: dict[str, Any] | None) -> Any:
     if values is None:
         return None
     from peft import LoraConfig
