@@ -70,8 +70,7 @@ from grpo_orch.tasks.trainer.user_objects import (
 )
 from grpo_orch.tasks.trl import trl_grpo
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.own_generation import OwnGeneration
-from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnGeneration, OwnShare
 from grpo_orch.tasks.trl.parts import agents
 from grpo_orch.tasks.trl.parts.refused import row_of
 from grpo_orch.tasks.trl.parts.saving import why_not_resumable

@@ -18,7 +18,7 @@ from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish_adapter import AdapterPublisher
 from grpo_orch.tasks.storing.tensors import LazyTensor
-from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnShare
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
