@@ -25,9 +25,9 @@ from grpo_orch.policies.weights.tensors import mismatch
 from grpo_orch.tasks.machine.base_model import tensors_in
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from grpo_orch.tasks.trl import trl_grpo
-from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
 from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.trl_grpo import EpochSampler
+from grpo_orch.tasks.trl.weights import as_in_checkpoint
 
 # TRL's classes by way of ours: TRL's trainer must not be imported before `trl_grpo`, which keeps vLLM out.
 OURS: dict[Any, Any] = {

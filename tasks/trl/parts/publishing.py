@@ -12,9 +12,14 @@ from accelerate.utils import broadcast_object_list
 
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from grpo_orch.tasks.trl.canary import canary_of, forget_order
-from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
+from grpo_orch.tasks.trl.weights import (
+    adapter_tensors,
+    as_in_checkpoint,
+    plain_model,
+    stored_buffers,
+    whole_weights,
+)
 
 Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
