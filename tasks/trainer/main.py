@@ -275,7 +275,7 @@ def end_of_training(trainer: Any) -> End:
 
 def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
     """Return the outcome of a complete training: NOTHING_LEARNT if no step had a reward."""
-    from grpo_orch.tasks.trainer.reward_counts import count_rewards
+    from grpo_orch.tasks.trainer.callbacks import count_rewards
 
     by_agent = [] if spec.trainer.agent is None else ["agent"]
     counts, names = count_rewards(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])
