@@ -24,7 +24,7 @@ from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
 from grpo_orch.tasks.machine.node_env import NodeEnv
 from grpo_orch.tasks.machine.versions import TRAINER, check_versions
 from grpo_orch.tasks.models.base import found_here
-from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
+from grpo_orch.tasks.rewards.user_calls import BadReward, ToolFailed
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.trainer.main import (
     FINAL_ACTIVITIES,

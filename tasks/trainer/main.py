@@ -44,7 +44,7 @@ from grpo_orch.tasks.machine.spooling import SpoolFull, find_spool, remove_spool
 from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from grpo_orch.tasks.models import shared
 from grpo_orch.tasks.models.base import BaseModel, found_here, source_of
-from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
+from grpo_orch.tasks.rewards.user_calls import BadReward, ToolFailed
 from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
 from grpo_orch.tasks.storing.restoring import Restored, restore_once
 

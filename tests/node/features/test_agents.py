@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import AgentSpec
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.rewards.user_calls import BadReward
 from grpo_orch.tasks.trl.parts.agents import plain_rows
 from tests.node.trainer.rig import GRPO, PROMPTS, Rig, open_rig
 from tests.node.trainer.rig_agents import FAULTS

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
-from grpo_orch.tasks.rewards.guard import guarded
+from grpo_orch.tasks.rewards.user_calls import guarded
 from grpo_orch.tasks.trainer import reports
 from grpo_orch.tasks.trainer.preflight import check_rewards
 from grpo_orch.tasks.trainer.time_limit import kill_after
