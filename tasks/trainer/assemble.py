@@ -302,11 +302,11 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
 
 
 def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
-    """Add the duties of the first process: checkpoints, heartbeat, metrics, guard."""
+    """Add the duties of the first process: checkpoints, heartbeat, metrics, detector."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     detector = read_detector(start.restored.folder) if start.restored is not None else Detector()
-    guard = callbacks.DivergenceCallback(heartbeat, spec.policies.kl, detector)
-    client.on_policy_gone = guard.trip_on_nan_policy
+    divergence = callbacks.DivergenceCallback(heartbeat, spec.policies.kl, detector)
+    client.on_policy_gone = divergence.trip_on_nan_policy
     checkpoints = CheckpointSaver(
         spool,
         heartbeat,
@@ -315,15 +315,15 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
         meta={"node": start.env.node, "attempt": str(attempt)},
         frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
-        detector=lambda: guard.detector,
+        detector=lambda: divergence.detector,
     )
     trainer.saving.attach(checkpoints, start.leaving)
     trainer.samples.writer = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
     trainer.add_callback(callbacks.SamplesCallback(trainer.samples.writer))
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
-    # After the metrics, so that the guard's data is in the store before it stops the trainer.
-    trainer.add_callback(guard)
+    # After the metrics, so that the detector's data is in the store before it stops the trainer.
+    trainer.add_callback(divergence)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:

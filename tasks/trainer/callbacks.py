@@ -1,4 +1,4 @@
-"""Callbacks that write heartbeat, metrics, samples and checkpoints to the run store, and the divergence guard.
+"""Callbacks that write heartbeat, metrics, samples and checkpoints to the run store, and watch for divergence.
 
 Each is a small `transformers.TrainerCallback`. Only the main process has them, except CheckpointCallback.
 """
@@ -130,7 +130,7 @@ class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class Diverged(Exception):
-    """The guard has tripped: this step must not be saved, and training must stop."""
+    """The detector has tripped: this step must not be saved, and training must stop."""
 
     def __init__(self, verdict: Verdict) -> None:
         evidence = "; ".join(verdict.evidence) or "no evidence was kept"
@@ -142,13 +142,13 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Args:
         heartbeat: receives the verdict.
-        policy: the run's, with the limits and the action to take.
+        rule: the run's, with the limits and the action to take.
         detector: its state in the checkpoint that training resumes from.
     """
 
-    def __init__(self, heartbeat: Heartbeat, policy: KlPolicy, detector: Detector) -> None:
+    def __init__(self, heartbeat: Heartbeat, rule: KlPolicy, detector: Detector) -> None:
         self._heartbeat = heartbeat
-        self._policy = policy
+        self._rule = rule
         self.detector = detector
 
     def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
@@ -157,9 +157,9 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         point = metrics.point_at(state.global_step, storable(logs))
         try:
-            detector = follow(self.detector, point, self._policy.limit, self._policy.task_changes)
+            detector = follow(self.detector, point, self._rule.limit, self._rule.task_changes)
         except Exception:  # an error here must not end training; the daemon runs the same detector and reports it
-            log.exception("guard_failed", step=point.step)
+            log.exception("detector_failed", step=point.step)
             return
         self._take(detector)
 
@@ -176,7 +176,7 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._heartbeat.update(verdict=verdict)
         if verdict.health is not before.health:
             log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
-        if verdict.health is Health.TRIPPED and self._policy.action != "alert":
+        if verdict.health is Health.TRIPPED and self._rule.action != "alert":
             raise Diverged(verdict)
 
 

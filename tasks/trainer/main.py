@@ -1,7 +1,7 @@
 """The trainer's process: `python -m grpo_orch.tasks.trainer.main`.
 
 It reads the run from the store, restores the newest checkpoint on the line of its timeline, and trains to the last
-step, or until its guard detects that the run diverges. All lasting state is in the store. It exits with one of
+step, or until it finds that the run diverges. All lasting state is in the store. It exits with one of
 `policies.model.exit_codes` and prints the reason as its last line on stderr.
 """
 
