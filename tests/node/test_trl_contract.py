@@ -225,11 +225,8 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
         def take_canary(self, canary: Canary) -> None:
             self.canary = canary
 
-        def update_named_params(self, *_: object) -> None:
+        def take_weights(self, *_: object) -> None:
             handed.append(self.canary)
-
-        def reset_prefix_cache(self) -> None:
-            pass
 
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     weights = publishing(model, Client(), mixed_precision="bf16")
@@ -252,7 +249,7 @@ def test_an_adapter_that_travels_alone_is_handed_over_and_nothing_is_merged() ->
     client: Any = SimpleNamespace(
         publishes_adapters=True,
         take_canary=lambda _: None,
-        update_named_params=lambda _, tensors: handed.update(tensors),
+        take_weights=lambda tensors: handed.update(tensors),
     )
     model = get_peft_model(plain, lora)
     model.merge_adapter = lambda *_: pytest.fail("merging rounds")

@@ -49,7 +49,7 @@ class Publishing:
         self._client.take_canary(canary_of(self._model, self._accelerator.mixed_precision))
         if self._division.is_zero3:
             forget_order(self._accelerator)
-        self._client.update_named_params(None, None if self._is_divided else self.weights())
+        self._client.take_weights(None if self._is_divided else self.weights())
 
     def publish(self) -> None:
         """Publish weights that are divided over processes: all take part in each read."""
@@ -66,7 +66,7 @@ class Publishing:
             return weights[name].read()
 
         named = {name: replace(weight, read=functools.partial(read, name)) for name, weight in weights.items()}
-        self._client.update_named_params(None, self._as_in_checkpoint(named))
+        self._client.take_weights(self._as_in_checkpoint(named))
         self._client.publish()
         broadcast_object_list([None])
 

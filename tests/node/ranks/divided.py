@@ -37,7 +37,7 @@ class Client:
 
     publishes_adapters = False
 
-    def update_named_params(self, _: None, weights: Iterator[tuple[str, LazyTensor]]) -> None:
+    def take_weights(self, weights: Iterator[tuple[str, LazyTensor]]) -> None:
         self._weights = dict(weights)
 
     def publish(self) -> None:
