@@ -96,12 +96,9 @@ def accepted_by_trl(folder: Path, grpo: dict[str, Any]) -> bool:
 
 
 def test_trl_accepts_what_we_accept(tmp_path: Path) -> None:
-    differs = [
-        grpo
-        for grpo in (*BATCHES, *EVALUATIONS, *OTHERS)
-        if accepted_by_us(run_yaml(tmp_path, grpo)) != accepted_by_trl(tmp_path, grpo)
-    ]
-    assert differs == []
+    cases: list[dict[str, Any]] = [*BATCHES, *EVALUATIONS, *OTHERS]
+    accepted = [(accepted_by_us(run_yaml(tmp_path, grpo)), accepted_by_trl(tmp_path, grpo)) for grpo in cases]
+    assert [grpo for grpo, (by_us, by_trl) in zip(cases, accepted, strict=True) if by_us != by_trl] == []
 
 
 def test_the_generation_window_is_trl_s(tmp_path: Path) -> None:
