@@ -346,7 +346,7 @@ def test_first_attempt_ends_before_nodes_are_requested(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", "/proc/nowhere")
     with open_rig(tmp_path, tiny, grpo={}) as rig:
-        assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
+        assert rig.start_trainer(forked=False).wait(HANG_S) == exit_codes.BAD_SPEC
         assert rig.last_beat().activity in BEFORE_TRAINING, "the controller asks for no rollout node"
         assert rig.published() == []
         last = rig.last_line()
