@@ -146,7 +146,7 @@ FIELDS = (
     Row(
         "epsilon reward_weights warmup_steps",
         "works",
-        "`node/trainer/test_guard.py::test_diverging_run_exits_with_its_code_and_one_line`",
+        "`node/trainer/test_divergence.py::test_diverging_run_exits_with_its_code_and_one_line`",
     ),
     Row(
         "temperature top_p top_k min_p repetition_penalty",
@@ -156,7 +156,7 @@ FIELDS = (
     Row(
         "logging_steps",
         "works",
-        "`node/trainer/test_guard.py::test_nan_weights_diverged_at_the_step_that_made_them`",
+        "`node/trainer/test_divergence.py::test_nan_weights_diverged_at_the_step_that_made_them`",
     ),
     Row(
         "shuffle_dataset max_grad_norm",
@@ -199,8 +199,8 @@ FIELDS = (
         "several processes, `trainer.accelerate`: `node/ranks/test_killed.py` (with ZeRO-3; the others: `make "
         "bench-ranks`), `node/ranks/test_world_size_change.py`. FSDP2, ZeRO-3 and ZeRO-2 with CPU offload of "
         "the optimizer resume bit for bit, on CPUs: `node/ranks/test_divided_resume.py`; publishing of "
-        "sharded weights: `node/ranks/test_divided.py`. GPUs and NCCL: untried. DeepSpeed needs `pip install "
-        "deepspeed` in `trainer.setup`. Its CPU optimizer needs g++ and on GPUs CUDA's toolkit",
+        "sharded weights: `node/ranks/test_divided.py`. FSDP1 is refused. GPUs and NCCL: untried. DeepSpeed needs "
+        "`pip install deepspeed` in `trainer.setup`. Its CPU optimizer needs g++ and on GPUs CUDA's toolkit",
     ),
     Row(
         "use_liger_kernel liger_kernel_config",

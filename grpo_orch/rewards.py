@@ -14,8 +14,8 @@ from grpo_orch.tasks.rewards.graders import (
     think_format,
     xml_format,
 )
-from grpo_orch.tasks.rewards.guard import ToolFailed
 from grpo_orch.tasks.rewards.in_workers import in_workers
+from grpo_orch.tasks.rewards.user_calls import ToolFailed
 
 __all__ = [
     "ToolFailed",

@@ -203,6 +203,14 @@ def read_gateway(store: Store) -> GatewayAddress | None:
     return None if by is None else gateway(by).read(store)
 
 
+def gateway_url(store: Store) -> str:
+    """Return the URL of the run's gateway. Raises NotFound before it is written, and StoreError."""
+    address = read_gateway(store)
+    if address is None:
+        raise NotFound("the store names no gateway yet")
+    return address.url
+
+
 def read_members(store: Store) -> GatewayStatus | None:
     """Return the status that the run's gateway reports of the rollout nodes, or None before it is written."""
     by = newest_gateway(store)

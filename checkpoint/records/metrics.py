@@ -123,7 +123,7 @@ def logged(rows: Iterable[MetricsRow], name: str) -> list[float]:
 
 
 def point_of(row: MetricsRow) -> Point:
-    """Return the divergence detector's input for a row, equal to that of the trainer's guard."""
+    """Return the divergence detector's input for a row, equal to that of the trainer."""
     return point_at(row.step, row.values)
 
 

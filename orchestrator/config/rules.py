@@ -236,6 +236,9 @@ def _check_full_checkpoints(run: EffectiveRun, findings: Findings) -> None:
         findings.add((*ACCELERATE, "deepspeed_config"), message.format("zero3_save_16bit_model: true"))
     if run.at(*ACCELERATE, "fsdp_config", "fsdp_state_dict_type") not in (None, FULL_STATE_DICT):
         findings.add((*ACCELERATE, "fsdp_config"), message.format(f"fsdp_state_dict_type: {FULL_STATE_DICT}"))
+    for path in ((*ACCELERATE, "fsdp_config", "fsdp_version"), ("grpo", "fsdp_config", "version")):
+        if run.at(*path) not in (None, 2):
+            findings.add(path, f"only FSDP2 is supported; expected 2, got {run.at(*path)}")
     zero = run.at("grpo", "deepspeed", "zero_optimization") or {}
     if isinstance(zero, dict) and zero.get("stage") == 3 and not zero.get(GATHER):
         findings.add(("grpo", "deepspeed"), message.format(f"{GATHER}: true in zero_optimization"))

@@ -29,7 +29,7 @@ STALENESS, MOVED_PER_STEP = "orch/staleness", 0.05
 WAIT_S, STEP_TIME = "orch/wait_s", "step_time"
 PROMPTS_REFUSED = "orch/prompts_refused"
 REFUSED_ROW, REFUSED_TOKENS, REFUSED_LIMIT = "orch/refused_row", "orch/refused_tokens", "orch/refused_limit_tokens"
-# Consecutive steps without any reward after which the trainer stops, before the guard reports a divergence.
+# Consecutive steps without any reward after which the trainer stops, before the detector reports a divergence.
 UNREWARDED_MAX = 4
 NO_REWARD = "orch/nonfinite/reward"  # logged for a step whose reward is not finite
 WAITING_SHARE = 0.25  # of the step time: enough to pay for a fourth node of three

@@ -17,7 +17,7 @@ BAD_SPEC = 78
 UNAVAILABLE = 69
 # The trainer met a newer trainer of its own run and stopped.
 FENCED = 76
-# The trainer's own guard has tripped: the run diverges.
+# The trainer's own detector has tripped: the run diverges.
 DIVERGED = 77
 # 128 + SIGTERM: the trainer was stopped, and its state is stored.
 STOPPED = 143

@@ -65,7 +65,7 @@ class Trainer:
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
     store_slow: bool = False  # a checkpoint is postponed, because earlier ones are still being stored
-    verdict: Verdict | None = None  # of the trainer's own guard
+    verdict: Verdict | None = None  # of the trainer's own detector
     leaving: bool = False  # it or its machine is about to end, and it stores its state
     stage: Stage | None = None  # of a download before it trains, or an upload before it ends
 

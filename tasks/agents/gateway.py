@@ -24,7 +24,7 @@ from aiohttp import hdrs, web
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import (
     CHAT,
@@ -134,7 +134,7 @@ class Gateway:
             while True:
                 try:
                     answer = await self._ask_once(method, path, body, headers or {})
-                except (_GatewayAway, aiohttp.ClientError, TimeoutError, OSError):
+                except (_GatewayAway, NotFound, Corrupt, aiohttp.ClientError, TimeoutError, OSError):
                     self._url = ""  # the store may have a new address
                     self._refused += not is_refused
                     is_refused = True
@@ -148,7 +148,7 @@ class Gateway:
 
     async def _ask_once(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
         if not self._url:
-            self._url = await asyncio.to_thread(self._address)
+            self._url = await asyncio.to_thread(documents.gateway_url, self._store)
         if self._http is None:
             # No limit on connections or time: agents may send many requests, and a turn may take long.
             connector = aiohttp.TCPConnector(limit=0, ssl=identity.client_context(self._token))
@@ -161,15 +161,6 @@ class Gateway:
             if answer.status in AWAY_STATUSES:
                 raise _GatewayAway
             return Answer(answer.status, answer.headers.get(hdrs.CONTENT_TYPE, "application/json"), content)
-
-    def _address(self) -> str:
-        try:
-            address = documents.read_gateway(self._store)
-        except Corrupt as error:
-            raise _GatewayAway from error
-        if address is None:
-            raise _GatewayAway
-        return address.url
 
     async def close(self) -> None:
         if self._http is not None:

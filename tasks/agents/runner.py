@@ -27,7 +27,7 @@ from grpo_orch.tasks.agents.host import AgentResult
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NoNodeServing
 from grpo_orch.tasks.completions.rollout_source import CHECK_INTERVAL_S, Call, RolloutSource, SessionRequest
-from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.rewards.user_calls import BadReward
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 
 log = structlog.get_logger()

@@ -19,7 +19,7 @@ import structlog
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.errors import Corrupt
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.trainer_requests import split_batches
 from grpo_orch.policies.serving.wire import (
@@ -154,29 +154,19 @@ class GatewayClient:
         call = GatewayCall(batch, arrived)
         while not call.finished:
             try:
-                url = self._address()
-                for line in self._lines(url, call):
+                for line in self._lines(documents.gateway_url(self._store), call):
                     call.process(line)
                     self._report(call)
                     if line.end is not None:  # its counts are final; all completions may arrive before it
                         break
                 else:
                     raise GatewayLost("it ended its answer early")
-            except (GatewayLost, httpx.TransportError) as error:
+            except (GatewayLost, NotFound, Corrupt, httpx.TransportError) as error:
                 call.cut()
                 if not call.finished:
                     self._report(call, error)
                     self._heartbeat.wait(RETRY_S)
         return call.result()
-
-    def _address(self) -> str:
-        try:
-            address = documents.read_gateway(self._store)
-        except Corrupt as error:
-            raise GatewayLost(str(error)) from error
-        if address is None:
-            raise GatewayLost("the store names no gateway yet")
-        return address.url
 
     def _lines(self, url: str, call: GatewayCall) -> Iterator[BatchLine]:
         """Request the missing completions and yield the lines of the answer.

@@ -7,7 +7,6 @@ requires.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -25,31 +24,6 @@ class BadPrompts(Exception):
     """The run cannot continue with its run.yaml, and a retry would not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedPrompt:
-    """A refused prompt.
-
-    Args:
-        number: index among the prompts of the call.
-        row: index in the dataset, if known.
-        tokens: length of the prompt.
-        limit_tokens: maximum length of prompt and completion together, if the prompt is too long.
-        reason: vLLM's error message.
-    """
-
-    number: int
-    row: int | None
-    tokens: int
-    limit_tokens: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        which = f"prompt {self.number} of the call" if self.row is None else f"row {self.row} of the dataset"
-        if self.limit_tokens is None:
-            return f"{which}, {self.tokens} tokens: {self.reason}"
-        return f"{which} has {self.tokens} tokens, and the nodes take sequences of {self.limit_tokens}"
-
-
 class RefusedPrompts:
     """Judge the refused prompts of each generate call.
 
@@ -65,36 +39,34 @@ class RefusedPrompts:
 
     def judge(self, prompts: list[list[int]], samples: int, completions: Sequence[Completion]) -> None:
         """Log the refused prompts of a call with `samples` completions per prompt. Raises BadPrompts."""
-        by_prompt = [completions[first : first + samples] for first in range(0, len(completions), samples)]
-        refused = [
-            self._describe(number, prompts[number], of_prompt)
-            for number, of_prompt in enumerate(by_prompt)
-            if _refused(of_prompt)
-        ]
-        for prompt in refused:
-            log.warning(
-                "prompt_refused",
-                row=prompt.row,
-                tokens=prompt.tokens,
-                limit=prompt.limit_tokens,
-                reason=prompt.reason,
-            )
-        if refused and self._rule == "fail":
-            raise BadPrompts(f"policies.on_bad_prompt is fail: {refused[0]}")
+        refused: dict[int, Completion] = {}  # the first refused completion by number of the prompt
+        for place, completion in enumerate(completions):
+            if completion.refused:
+                refused.setdefault(place // samples, completion)
+        rows = {number: self.row_of(prompts[number]) for number in refused}
+        for number, completion in refused.items():
+            tokens, limit = len(prompts[number]), completion.limit_tokens
+            log.warning("prompt_refused", row=rows[number], tokens=tokens, limit=limit, reason=completion.refused)
+        if not refused:
+            self._refused_in_row = 0
+            return
+        number, completion = next(iter(refused.items()))
+        first = _describe(number, rows[number], len(prompts[number]), completion)
+        if self._rule == "fail":
+            raise BadPrompts(f"policies.on_bad_prompt is fail: {first}")
         has_accepted = any(not completion.refused for completion in completions)
         self._refused_in_row = 0 if has_accepted else self._refused_in_row + len(prompts)
         if self._refused_in_row >= NONE_TAKEN:
             raise BadPrompts(
                 f"nodes refused {self._refused_in_row} prompts in a row, so the cause is not the prompts: "
-                f"{refused[0]}; see `rollout.vllm` and the sampling settings of `grpo`"
+                f"{first}; see `rollout.vllm` and the sampling settings of `grpo`"
             )
-        if refused:
-            self._costs.refuse(len(refused), refused[-1].row, refused[-1].tokens, refused[-1].limit_tokens)
-
-    def _describe(self, number: int, prompt: list[int], completions: Sequence[Completion]) -> RefusedPrompt:
-        first = _refused(completions)[0]
-        return RefusedPrompt(number, self.row_of(prompt), len(prompt), first.limit_tokens, first.refused)
+        number, completion = refused.popitem()
+        self._costs.refuse(len(rows), rows[number], len(prompts[number]), completion.limit_tokens)
 
 
-def _refused(completions: Sequence[Completion]) -> list[Completion]:
-    return [completion for completion in completions if completion.refused]
+def _describe(number: int, row: int | None, tokens: int, completion: Completion) -> str:
+    which = f"prompt {number} of the call" if row is None else f"row {row} of the dataset"
+    if completion.limit_tokens is None:  # it is not too long
+        return f"{which}, {tokens} tokens: {completion.refused}"
+    return f"{which} has {tokens} tokens, and the nodes take sequences of {completion.limit_tokens}"

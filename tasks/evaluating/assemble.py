@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 import structlog
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_orch.policies.model.spec import generates_itself
@@ -18,7 +18,7 @@ from grpo_orch.tasks.completions.gateway_client import GatewayClient, Generated
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.evaluating.stored_completions import CompletionSource, StoredCompletions
-from grpo_orch.tasks.trainer.assemble import grpo_config, lora_config, policy_publisher
+from grpo_orch.tasks.trainer.assemble import build_trainer, grpo_config, policy_publisher
 from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
 from grpo_orch.tasks.trainer.start import Start
 from grpo_orch.tasks.trainer.turns import check_turns, guarded_turns, load_turns
@@ -26,12 +26,9 @@ from grpo_orch.tasks.trainer.user_data import load_data
 from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     Reward,
-    first_line,
     guarded_rewards,
     is_out_of_memory,
     load_rewards,
-    model_path,
-    passes,
 )
 from grpo_orch.tasks.trl.fleet_client import FleetClient
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
@@ -84,26 +81,15 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
     selected = data.rows if rows is None else data.rows.select(range(min(rows, len(data.rows))))
     own_generation = OwnGeneration(start.env.node, start.check_stop) if generates_itself(spec) else None
     client = FleetClient(_source(start, config, own_generation))
-    set_seed(config.seed)
-    try:
-        trainer = FleetGRPOTrainer(
-            client,
-            start.costs,
-            start.env.timeline,
-            ReplacedPrompts(),
-            model=model_path(trainer_spec, start.workdir) if start.base_model is None else str(start.base_model),
-            reward_funcs=guarded_rewards(rewards, spec),
-            args=config,
-            train_dataset=selected,
-            peft_config=lora_config(trainer_spec.peft),
-            **guarded_turns(turns, spec),
-        )
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        if passes(error):
-            raise
-        raise BadSpec(
-            f"trainer.model {trainer_spec.model}, with the settings of `grpo`: {first_line(error)}"
-        ) from error
+    trainer = build_trainer(
+        start,
+        client,
+        config,
+        ReplacedPrompts(),
+        reward_funcs=guarded_rewards(rewards, spec),
+        train_dataset=selected,
+        **guarded_turns(turns, spec),
+    )
     if own_generation is not None:
         own_generation.attach(trainer)
     client.attach(trainer, own_generation or policy_publisher(start, trainer), start.env.timeline)

@@ -7,12 +7,7 @@ process may be killed at any time: stored results are not generated again.
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +15,25 @@ import structlog
 
 from grpo_orch.checkpoint.records import evaluations
 from grpo_orch.checkpoint.records.documents import RunRecord
-from grpo_orch.checkpoint.security.redaction import guard_output
-from grpo_orch.checkpoint.security.vouched import UntrustedRun
-from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreError
+from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from grpo_orch.policies.tick.snapshot import Trainer
-from grpo_orch.tasks.completions.gateway_client import GenerationFailed
-from grpo_orch.tasks.completions.refused_prompts import BadPrompts
-from grpo_orch.tasks.machine.exit_note import leave_exit_code
-from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving, await_predecessor, stop_file
-from grpo_orch.tasks.machine.node_env import NodeEnv, NodeEnvMissing, read_node_env, read_run_here
-from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
+from grpo_orch.tasks.machine.leaving import LeaveNow, Leaving
+from grpo_orch.tasks.machine.node_env import NodeEnv
+from grpo_orch.tasks.machine.versions import TRAINER, check_versions
 from grpo_orch.tasks.models.base import found_here
-from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
-from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
+from grpo_orch.tasks.rewards.user_calls import BadReward, ToolFailed
+from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.trainer.main import (
-    BEAT_RETRY_S,
     FINAL_ACTIVITIES,
     STORE_RETRY_S,
     End,
     end_process,
-    exit_now,
     fetch_base_model,
+    import_torch,
+    run_process,
 )
 
 log = structlog.get_logger()
@@ -54,42 +43,14 @@ FETCHED = "evaluated"  # in the machine's working folder
 
 def main() -> int:
     """Run the evaluation that the environment names. Return the exit code."""
-    guard_output()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    try:
-        env = read_node_env()
-    except NodeEnvMissing as error:
-        print(f"grpo-orch evaluator: {error}", file=sys.stderr, flush=True)
-        return exit_codes.USAGE
-    code, why = _run(env)
-    leave_exit_code(Path(env.workdir), code, why)
-    print(f"grpo-orch evaluator: {why}", file=sys.stderr, flush=True)
-    return code
+    return run_process("evaluator", _run)
 
 
-def _run(env: NodeEnv) -> End:
-    store, workdir = Store(env.run, retry_s=STORE_RETRY_S), Path(env.workdir)
-    beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
-    leaving = Leaving(workdir, env.attempt)
-    signal.signal(signal.SIGTERM, lambda *_: stop_file(workdir, env.attempt).touch())
-    end = functools.partial(exit_now, workdir)
-    heartbeat = Heartbeat(Store(env.run, retry_s=BEAT_RETRY_S), beat, leaving=leaving, end=end)
-    try:
-        record = read_run_here(store, env.token)
-        await_predecessor(store, env, frozenset(FINAL_ACTIVITIES.values()))
-        heartbeat.start()
-        code, why = run_evaluation(env, record, store, heartbeat, leaving)
-        if code in FINAL_ACTIVITIES:
-            heartbeat.stop(FINAL_ACTIVITIES[code])
-        return code, why
-    except Fenced as error:
-        return exit_codes.FENCED, f"stopped: {error}"
-    except GenerationFailed as error:
-        return exit_codes.UNAVAILABLE, f"generation failed: {error}"
-    except (BadPrompts, UntrustedRun, WrongVersions) as error:
-        return exit_codes.BAD_SPEC, str(error)
-    except StoreError as error:
-        return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
+def _run(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
+    code, why = run_evaluation(env, record, store, heartbeat, leaving)
+    if code in FINAL_ACTIVITIES:
+        heartbeat.stop(FINAL_ACTIVITIES[code])
+    return code, why
 
 
 def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
@@ -105,15 +66,10 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
     ]
     heartbeat.update(max_steps=len(evaluation.subjects), step=len(evaluation.subjects) - len(missing))
     if missing:
-        # Imported after the first heartbeat: these imports take seconds.
-        import torch
-
+        import_torch()
         from grpo_orch.tasks.storing.tensors import UnsupportedType
         from grpo_orch.tasks.trainer.user_objects import BadSpec, is_out_of_memory
 
-        if threads := os.environ.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(int(threads))
-        warnings.filterwarnings("ignore", message=".*pin_memory.*")
         try:
             _evaluate_each(missing, env, record, evaluation, store, heartbeat, leaving)
         except LeaveNow:

@@ -45,13 +45,13 @@ def trainer_argv(env: NodeEnv, spec: RunSpec) -> list[str]:
 
 
 def _with_whole_weights(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an accelerate config with which DeepSpeed and FSDP save whole weights.
+    """Return an accelerate config with which DeepSpeed and FSDP2 save whole weights.
 
-    By default they save shards, which `from_pretrained` cannot load.
+    By default they save shards, which `from_pretrained` cannot load, and accelerate takes FSDP1.
     """
     sections: dict[str, dict[str, Any]] = {
         "deepspeed_config": {"zero3_save_16bit_model": True},
-        "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"},
+        "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": "FULL_STATE_DICT"},
     }
     whole = {key: {**default, **own[key]} for key, default in sections.items() if own.get(key)}
     if "deepspeed_config_file" in whole.get("deepspeed_config", {}):  # accelerate accepts nothing else with it

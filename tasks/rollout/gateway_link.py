@@ -94,7 +94,10 @@ class GatewayLink:
     async def _request(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
         url = self._gateway.url
         if url is None:
-            url = self._gateway.url = await asyncio.to_thread(self._look_up)
+            try:
+                url = self._gateway.url = await asyncio.to_thread(documents.gateway_url, self._store)
+            except StoreError as error:
+                raise GatewayUnreachable(str(error)) from error
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._http.request(
@@ -107,15 +110,6 @@ class GatewayLink:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._gateway.url = None
             raise GatewayUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
-
-    def _look_up(self) -> str:
-        try:
-            address = documents.read_gateway(self._store)
-        except StoreError as error:
-            raise GatewayUnreachable(str(error)) from error
-        if address is None:
-            raise GatewayUnreachable("the store has no gateway address yet")
-        return address.url
 
     def _forget(self, task: asyncio.Task[AnnounceReply]) -> None:
         self._superseded.discard(task)

@@ -67,8 +67,7 @@ from grpo_orch.tasks.trainer.user_objects import (
 )
 from grpo_orch.tasks.trl import trl_grpo
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.own_generation import OwnGeneration
-from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnGeneration, OwnShare
 from grpo_orch.tasks.trl.parts import agents
 from grpo_orch.tasks.trl.parts.refused import row_of
 from grpo_orch.tasks.trl.parts.saving import why_not_resumable
@@ -220,28 +219,17 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
         environments = check_turns(turns, first_rows, config.num_generations, start.limited)
         columns = {} if wanted.agent is None else agents.example_columns(config.num_generations)
         check_rewards(rewards, wanted.reward_funcs, first_rows, config, start.limited, environments, columns)
-    replacements = replaced(len(data.rows))
-    model = model_path(wanted, workdir) if start.base_model is None else str(start.base_model)
-    set_seed(config.seed)  # before the model: a restart must draw the same random adapters
-    try:
-        trainer = trl_grpo.FleetGRPOTrainer(
-            client,
-            start.costs,
-            start.env.timeline,
-            replacements,
-            model=model,
-            reward_funcs=[*guarded_rewards(rewards, start.spec), *by_agent],
-            args=config,
-            train_dataset=data.rows,
-            eval_dataset=held_out.rows if held_out else None,
-            peft_config=lora_config(wanted.peft),
-            **guarded_turns(turns, start.spec),
-            **({} if wanted.agent is None else {"rollout_func": agents.rollout_func}),
-        )
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        if passes(error):
-            raise
-        raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+    trainer = build_trainer(
+        start,
+        client,
+        config,
+        replaced(len(data.rows)),
+        reward_funcs=[*guarded_rewards(rewards, start.spec), *by_agent],
+        train_dataset=data.rows,
+        eval_dataset=held_out.rows if held_out else None,
+        **guarded_turns(turns, start.spec),
+        **({} if wanted.agent is None else {"rollout_func": agents.rollout_func}),
+    )
     if start.restored is None:
         check_lengths(start.spec, config.max_completion_length, plain_model(trainer.model).config.to_dict())
         check_tokens(trainer, first_rows, wanted.model)
@@ -256,11 +244,38 @@ def _trainer(start: Start, client: FleetClient, config: Any, replaced: Callable[
     return trainer
 
 
+def build_trainer(
+    start: Start, client: FleetClient, config: Any, replaced: ReplacedPrompts, **given: Any
+) -> trl_grpo.FleetGRPOTrainer:
+    """Load the base model and build TRL's trainer of it with the arguments `given`. Raises BadSpec."""
+    wanted = start.spec.trainer
+    set_seed(config.seed)  # before the model: a restart must draw the same random adapters
+    try:
+        return trl_grpo.FleetGRPOTrainer(
+            client,
+            start.costs,
+            start.env.timeline,
+            replaced,
+            model=_model_path(start),
+            args=config,
+            peft_config=_lora_config(wanted.peft),
+            **given,
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        if passes(error):
+            raise
+        raise BadSpec(f"trainer.model {wanted.model}, with the settings of `grpo`: {first_line(error)}") from error
+
+
+def _model_path(start: Start) -> str:
+    return model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
+
+
 def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
     """Return the publisher of policies: only the adapter if the nodes' engine can apply it."""
     folder, config = Path(start.env.workdir) / "policy", plain_model(trainer.model).config
     revision = (trainer.args.model_init_kwargs or {}).get("revision")
-    path = model_path(start.spec.trainer, start.workdir) if start.base_model is None else str(start.base_model)
+    path = _model_path(start)
     own_config = model_config(path, revision=revision)
     why = adapter_obstacle(start.spec, own_config or config.to_dict())
     if start.spec.trainer.peft is not None:
@@ -284,11 +299,11 @@ def policy_publisher(start: Start, trainer: Any) -> PolicyPublisher:
 
 
 def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: Spool) -> None:
-    """Add the duties of the first process: checkpoints, heartbeat, metrics, guard."""
+    """Add the duties of the first process: checkpoints, heartbeat, metrics, detector."""
     spec, heartbeat, timeline, attempt = start.spec, start.heartbeat, start.env.timeline, start.env.attempt
     detector = read_detector(start.restored.folder) if start.restored is not None else Detector()
-    guard = callbacks.DivergenceCallback(heartbeat, spec.policies.kl, detector)
-    client.on_policy_gone = guard.trip_on_nan_policy
+    divergence = callbacks.DivergenceCallback(heartbeat, spec.policies.kl, detector)
+    client.on_policy_gone = divergence.trip_on_nan_policy
     checkpoints = CheckpointSaver(
         spool,
         heartbeat,
@@ -296,15 +311,15 @@ def _add_main_callbacks(start: Start, trainer: Any, client: FleetClient, spool: 
         timeline,
         frozen=_frozen(trainer, start.base_model or local_folder(spec.trainer, start.workdir)),
         max_behind_steps=spec.checkpoints.max_behind_steps or SAVES_BEHIND_MAX * int(trainer.args.save_steps),
-        detector=lambda: guard.detector,
+        detector=lambda: divergence.detector,
     )
     trainer.saving.attach(checkpoints, start.leaving)
     trainer.samples.writer = SampleWriter(Store(start.store.url, retry_s=SAMPLES_RETRY_S), start.env.precedence)
     trainer.add_callback(callbacks.SamplesCallback(trainer.samples.writer))
     trainer.add_callback(callbacks.HeartbeatCallback(heartbeat, checkpoints, start.leaving))
     trainer.add_callback(callbacks.MetricsCallback(start.store, start.costs, timeline, attempt))
-    # After the metrics, so that the guard's data is in the store before it stops the trainer.
-    trainer.add_callback(guard)
+    # After the metrics, so that the detector's data is in the store before it stops the trainer.
+    trainer.add_callback(divergence)
 
 
 def _spool(workdir: Path, spec: RunSpec, trainer: Any) -> Spool | None:
@@ -356,7 +371,7 @@ def grpo_config(spec: RunSpec, output_dir: Path, *, evaluates: bool) -> Any:
         raise BadSpec(f"grpo: {first_line(error).removeprefix('GRPOConfig.__init__() ')}") from error
 
 
-def lora_config(values: dict[str, Any] | None) -> Any:
+def _lora_config(values: dict[str, Any] | None) -> Any:
     if values is None:
         return None
     from peft import LoraConfig

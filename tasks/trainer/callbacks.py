@@ -1,4 +1,4 @@
-"""Callbacks that write heartbeat, metrics, samples and checkpoints to the run store, and the divergence guard.
+"""Callbacks that write heartbeat, metrics, samples and checkpoints to the run store, and watch for divergence.
 
 Each is a small `transformers.TrainerCallback`. Only the main process has them, except CheckpointCallback.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from transformers import TrainerCallback
 
 from grpo_orch.checkpoint.records import metrics, rollouts
-from grpo_orch.checkpoint.records.metrics import MetricsRow
+from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsRow, read_chunk
 from grpo_orch.checkpoint.records.samples import SampleWriter
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.detect.divergence import Detector, Health, Verdict, follow, trip_at
+from grpo_orch.policies.detect.symptoms import NO_VARIANCE
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.tasks.machine.leaving import Leaving
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
@@ -128,7 +130,7 @@ class SamplesCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class Diverged(Exception):
-    """The guard has tripped: this step must not be saved, and training must stop."""
+    """The detector has tripped: this step must not be saved, and training must stop."""
 
     def __init__(self, verdict: Verdict) -> None:
         evidence = "; ".join(verdict.evidence) or "no evidence was kept"
@@ -140,13 +142,13 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     Args:
         heartbeat: receives the verdict.
-        policy: the run's, with the limits and the action to take.
+        rule: the run's, with the limits and the action to take.
         detector: its state in the checkpoint that training resumes from.
     """
 
-    def __init__(self, heartbeat: Heartbeat, policy: KlPolicy, detector: Detector) -> None:
+    def __init__(self, heartbeat: Heartbeat, rule: KlPolicy, detector: Detector) -> None:
         self._heartbeat = heartbeat
-        self._policy = policy
+        self._rule = rule
         self.detector = detector
 
     def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
@@ -155,9 +157,9 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         point = metrics.point_at(state.global_step, storable(logs))
         try:
-            detector = follow(self.detector, point, self._policy.limit, self._policy.task_changes)
+            detector = follow(self.detector, point, self._rule.limit, self._rule.task_changes)
         except Exception:  # an error here must not end training; the daemon runs the same detector and reports it
-            log.exception("guard_failed", step=point.step)
+            log.exception("detector_failed", step=point.step)
             return
         self._take(detector)
 
@@ -174,7 +176,7 @@ class DivergenceCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._heartbeat.update(verdict=verdict)
         if verdict.health is not before.health:
             log.warning("verdict", health=verdict.health, onset_step=verdict.onset_step, evidence=verdict.evidence)
-        if verdict.health is Health.TRIPPED and self._policy.action != "alert":
+        if verdict.health is Health.TRIPPED and self._rule.action != "alert":
             raise Diverged(verdict)
 
 
@@ -212,3 +214,29 @@ def storable(logs: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float):
             values[name] = float(value)
     return values
+
+
+REWARD = "reward"
+ALL = 1.0 - 1e-6  # tolerance for a mean of shares that are all 1
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCounts:
+    """Counts of logged training rows, up to the first row that could teach something."""
+
+    rows: int = 0
+    rewarded: int = 0  # rows with a reward for some completion
+    varied: int = 0  # rows with a group whose rewards differ
+
+
+def count_rewards(store: Store) -> RewardCounts:
+    """Count the run's metric rows up to the first row that could teach something. Raises StoreError."""
+    rows = rewarded = 0
+    for entry in store.entries(layout.METRICS):
+        for row in read_chunk(store, entry.key):
+            has_reward = REWARD in row.values
+            if has_reward and row.values.get(NO_VARIANCE, 0.0) < ALL:
+                return RewardCounts(rows + 1, rewarded + 1, 1)
+            rows += has_reward or NONFINITE + REWARD in row.values
+            rewarded += has_reward
+    return RewardCounts(rows, rewarded, 0)

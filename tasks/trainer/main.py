@@ -1,7 +1,7 @@
 """The trainer's process: `python -m grpo_orch.tasks.trainer.main`.
 
 It reads the run from the store, restores the newest checkpoint on the line of its timeline, and trains to the last
-step, or until its guard detects that the run diverges. All lasting state is in the store. It exits with one of
+step, or until it finds that the run diverges. All lasting state is in the store. It exits with one of
 `policies.model.exit_codes` and prints the reason as its last line on stderr.
 """
 
@@ -44,7 +44,7 @@ from grpo_orch.tasks.machine.spooling import SpoolFull, find_spool, remove_spool
 from grpo_orch.tasks.machine.versions import TRAINER, WrongVersions, check_versions
 from grpo_orch.tasks.models import shared
 from grpo_orch.tasks.models.base import BaseModel, found_here, source_of
-from grpo_orch.tasks.rewards.guard import BadReward, ToolFailed
+from grpo_orch.tasks.rewards.user_calls import BadReward, ToolFailed
 from grpo_orch.tasks.storing.heartbeat import Fenced, Heartbeat
 from grpo_orch.tasks.storing.restoring import Restored, restore_once
 
@@ -61,6 +61,7 @@ FINAL_ACTIVITIES = {
     exit_codes.NOTHING_LEARNT: "nothing_learnt",
 }
 End = tuple[int, str]  # an exit code and why
+Work = Callable[[NodeEnv, RunRecord, Store, Heartbeat, Leaving], End]
 RANK = int(os.environ.get("RANK", "0"))  # set by accelerate's launcher; rank 0 reports for all ranks
 # Errors that `_run` maps to exit codes.
 EXPECTED_ERRORS = (
@@ -79,21 +80,26 @@ END_S = 120.0  # lets experiment trackers send their last data; nodes and the ne
 
 def main() -> int:
     """Train the run that the environment names and return the exit code."""
+    return run_process("trainer", _train)
+
+
+def run_process(role: str, work: Work) -> int:
+    """Do `work` for the run that the environment names, with heartbeats meanwhile, and return the exit code."""
     guard_output()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         env = read_node_env()
     except NodeEnvMissing as error:
-        print(f"grpo-orch trainer: {error}", file=sys.stderr, flush=True)
+        print(f"grpo-orch {role}: {error}", file=sys.stderr, flush=True)
         return exit_codes.USAGE
-    code, why = _run(env)
+    code, why = _run(env, work)
     if RANK == 0 or code != exit_codes.OK:  # success of another rank must not overwrite the reason
         leave_exit_code(Path(env.workdir), code, why)
-        print(f"grpo-orch trainer: {why}", file=sys.stderr, flush=True)
+        print(f"grpo-orch {role}: {why}", file=sys.stderr, flush=True)
     return code
 
 
-def _run(env: NodeEnv) -> End:
+def _run(env: NodeEnv, work: Work) -> End:
     store = Store(env.run, retry_s=STORE_RETRY_S)
     beat = Trainer(env.node, env.attempt, env.timeline, 0, 0, "starting", time.time())
     end = functools.partial(exit_now, Path(env.workdir))
@@ -108,18 +114,16 @@ def _run(env: NodeEnv) -> End:
         if RANK == 0:
             await_predecessor(store, env, frozenset(FINAL_ACTIVITIES.values()))
             heartbeat.start()
-        return _train(env, record, store, heartbeat, leaving)
+        return work(env, record, store, heartbeat, leaving)
     except Fenced as error:
         return exit_codes.FENCED, f"stopped: {error}"
     except LeaveNow:
         return exit_codes.STOPPED if RANK == 0 else exit_codes.OK, "stopped before training started"
-    except BadPrompts as error:
-        return exit_codes.BAD_SPEC, str(error)
     except GenerationFailed as error:
         return exit_codes.UNAVAILABLE, f"generation failed: {error}"
     except NoIntactCheckpoint as error:
         return exit_codes.NO_INTACT_CHECKPOINT, str(error)
-    except (UntrustedRun, WrongVersions) as error:
+    except (BadPrompts, UntrustedRun, WrongVersions) as error:
         return exit_codes.BAD_SPEC, str(error)
     except StoreError as error:
         return exit_codes.UNAVAILABLE, f"the run store failed: {error}"
@@ -130,16 +134,11 @@ def _run(env: NodeEnv) -> End:
 
 def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, leaving: Leaving) -> End:
     check_versions(TRAINER)
-    # After the first heartbeat: these imports take seconds.
-    import torch
-
+    import_torch()
     from grpo_orch.tasks.storing.saving import wait_until_stored
     from grpo_orch.tasks.trainer.assemble import assemble
     from grpo_orch.tasks.trainer.user_objects import BadSpec
 
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
-    warnings.filterwarnings("ignore", message=".*pin_memory.*")
     workdir, forks = Path(env.workdir), _read_forks(store, env.timeline)
     # Rank 0 restores for all: the others read the same folder.
     fetch = functools.partial(_restore, env, record, store, heartbeat, forks)
@@ -177,6 +176,15 @@ def _train(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Heartbeat, 
         remove_spool(workdir)
         heartbeat.stop(FINAL_ACTIVITIES[code])
     return code, why
+
+
+def import_torch() -> None:
+    """Import torch, which takes seconds: only after the first heartbeat."""
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    warnings.filterwarnings("ignore", message=".*pin_memory.*")
 
 
 def _restore(
@@ -267,7 +275,7 @@ def end_of_training(trainer: Any) -> End:
 
 def _learning_result(store: Store, spec: RunSpec, why: str) -> End:
     """Return the outcome of a complete training: NOTHING_LEARNT if no step had a reward."""
-    from grpo_orch.tasks.trainer.reward_counts import count_rewards
+    from grpo_orch.tasks.trainer.callbacks import count_rewards
 
     by_agent = [] if spec.trainer.agent is None else ["agent"]
     counts, names = count_rewards(store), ", ".join([*spec.trainer.reward_funcs, *by_agent])

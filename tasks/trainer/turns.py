@@ -16,7 +16,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from grpo_orch.policies.model.spec import RunSpec, TrainerSpec
-from grpo_orch.tasks.rewards.guard import FAULTS, Rule, guarded_factory, guarded_tool
+from grpo_orch.tasks.rewards.user_calls import FAULTS, Rule, guarded_factory, guarded_tool
 from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     first_line,

@@ -25,8 +25,8 @@ from transformers import AutoConfig
 
 from grpo_orch.policies.model.spec import RunSpec, TrainerSpec
 from grpo_orch.tasks.machine.base_model import model_folder
-from grpo_orch.tasks.rewards.guard import FAULTS, guarded
 from grpo_orch.tasks.rewards.in_workers import with_arguments
+from grpo_orch.tasks.rewards.user_calls import FAULTS, guarded
 
 # Errors of the machine or the network, not of run.yaml: they may pass.
 PASSING = frozenset(

@@ -10,7 +10,7 @@ import datasets
 from datasets.fingerprint import Hasher
 
 from grpo_orch.policies.model.datasets import Template, is_import_path, read_template
-from grpo_orch.tasks.rewards.guard import FAULTS
+from grpo_orch.tasks.rewards.user_calls import FAULTS
 from grpo_orch.tasks.trainer.user_objects import BadSpec, load_function, passes
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.tensors import LazyTensor
-from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnShare
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
@@ -127,24 +127,15 @@ class FleetClient:
         """Return the settings that TRL checks. Every rollout node has them; run.yaml cannot change them."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-    def init_communicator(self, **_: Any) -> None:
-        """Do nothing: nodes pull weights from the run store, without a collective."""
-
-    def close_communicator(self) -> None:
-        """Do nothing, as in `init_communicator`."""
-
-    def reset_prefix_cache(self) -> None:
-        """Do nothing: a node resets its cache when it loads a policy."""
-
     def image_features(self, *_: Any) -> Any:
         raise NotImplementedError("prompts with images are not supported by the rollout fleet")
 
-    def update_named_params(self, _metadata: Any, named_params: Weights | None) -> None:
+    def take_weights(self, weights: Weights | None) -> None:
         """Set the weights of the present step; None if reading them takes all processes.
 
         They are published when the step's first completion has to be generated. A replayed step publishes nothing.
         """
-        self._weights, self._published = named_params, None
+        self._weights, self._published = weights, None
 
     def generate(
         self,

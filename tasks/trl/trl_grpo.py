@@ -88,8 +88,8 @@ Used:
     GRPOTrainer.ref_model, GRPOTrainer.reward_funcs, GRPOTrainer.reward_func_names, GRPOTrainer.reward_weights,
     GRPOTrainer.vllm_generation: the parts
         Set in `__init__`, and not documented. `rollout_func` is called with the prompts and the trainer.
-    VLLMGeneration._dist, VLLMGeneration._iter_named_params(): Publishing
-        How the model is divided over processes; under FSDP 1 the weights are read as TRL does.
+    VLLMGeneration._dist: Publishing
+        How the model is divided over processes.
     VLLMGeneration.model, VLLMGeneration.accelerator, VLLMGeneration.vllm_client,
     VLLMGeneration.repetition_penalty, VLLMGeneration.temperature, VLLMGeneration.top_p, VLLMGeneration.top_k,
     VLLMGeneration.min_p, VLLMGeneration.structured_outputs_regex, VLLMGeneration.generation_kwargs:
@@ -122,7 +122,6 @@ from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl import fast_save
 from grpo_orch.tasks.trl.fleet_client import FleetClient, Instead
 from grpo_orch.tasks.trl.parts.agents import Sessions, rollout_func
-from grpo_orch.tasks.trl.parts.foreseen import evaluation_calls
 from grpo_orch.tasks.trl.parts.leaving import Departure, random_state_kept
 from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
@@ -131,6 +130,7 @@ from grpo_orch.tasks.trl.parts.samples import Samples
 from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
 from grpo_orch.tasks.trl.parts.turns import CommonTurns
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
+from grpo_orch.tasks.trl.windows_ahead import evaluation_calls
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.
@@ -188,9 +188,7 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
 
     def _init_vllm(self) -> None:
         self.vllm_client = self._fleet_client
-        self._publishing = Publishing(
-            self.model, self.accelerator, self._dist, self._fleet_client, self._iter_named_params
-        )
+        self._publishing = Publishing(self.model, self.accelerator, self._dist, self._fleet_client)
         self.accelerator.wait_for_everyone()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Where a loader puts a checkpoint's elements, written down: what is overwritten there is what it would put."""
+"""A worker's own account of a load: where elements were put, to be overwritten, and what has no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from grpo_orch.tasks.rollout.vllm.loader_trace import LoaderNotTraced, bits, places_of
+from grpo_orch.tasks.rollout.vllm.worker import Extension
 
 SHAPES = {
     "q": (8, 6),
@@ -118,3 +120,27 @@ def test_a_loader_that_does_more_than_copy_is_not_followed(load: Callable[[Any, 
     with pytest.raises(LoaderNotTraced, match=why):
         places_of(model, {"w": (torch.float32, (4, 4))})
     assert torch.equal(model.w, torch.full((4, 4), 7.0))
+
+
+def test_worker_lists_parameters_without_weights() -> None:
+    loaded: list[str] = []
+
+    def load_weights(weights: list[str]) -> set[str]:
+        loaded.extend(weights)
+        return set(weights)
+
+    model = SimpleNamespace(
+        named_parameters=lambda: [(name, None) for name in ("a", "b", "head")], load_weights=load_weights
+    )
+    worker: Any = SimpleNamespace(
+        get_model=lambda: model, vllm_config=SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    )
+    worker_class = cast("Any", Extension)
+    worker_class.await_weights(worker)
+    assert worker.vllm_config.load_config.load_format == "auto"
+    assert worker_class.missing_weights(worker) == sorted(["a", "b", "head"])
+    model.load_weights(["a", "b"])
+    assert worker_class.missing_weights(worker) == ["head"]
+    model.load_weights(["head"])
+    assert worker_class.missing_weights(worker) == []
+    assert loaded == ["a", "b", "head"]

@@ -25,9 +25,9 @@ from grpo_orch.policies.weights.tensors import mismatch
 from grpo_orch.tasks.machine.base_model import tensors_in
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from grpo_orch.tasks.trl import trl_grpo
-from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
 from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.trl_grpo import EpochSampler
+from grpo_orch.tasks.trl.weights import as_in_checkpoint
 
 # TRL's classes by way of ours: TRL's trainer must not be imported before `trl_grpo`, which keeps vLLM out.
 OURS: dict[Any, Any] = {
@@ -225,11 +225,8 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
         def take_canary(self, canary: Canary) -> None:
             self.canary = canary
 
-        def update_named_params(self, *_: object) -> None:
+        def take_weights(self, *_: object) -> None:
             handed.append(self.canary)
-
-        def reset_prefix_cache(self) -> None:
-            pass
 
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     weights = publishing(model, Client(), mixed_precision="bf16")
@@ -252,7 +249,7 @@ def test_an_adapter_that_travels_alone_is_handed_over_and_nothing_is_merged() ->
     client: Any = SimpleNamespace(
         publishes_adapters=True,
         take_canary=lambda _: None,
-        update_named_params=lambda _, tensors: handed.update(tensors),
+        take_weights=lambda tensors: handed.update(tensors),
     )
     model = get_peft_model(plain, lora)
     model.merge_adapter = lambda *_: pytest.fail("merging rounds")
@@ -325,9 +322,9 @@ def publishing(
 ) -> Publishing:
     """What publishes a model's weights, in one process, without a trainer around it."""
     accelerator = SimpleNamespace(mixed_precision=mixed_precision, is_main_process=is_main_process)
-    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, fsdp_version=None, gather_params=no_gather)
+    division = SimpleNamespace(is_fsdp=False, is_zero3=in_shards, gather_params=no_gather)
     client = client or SimpleNamespace(publishes_adapters=False)
-    return Publishing(model, accelerator, division, client, lambda: iter(()))
+    return Publishing(model, accelerator, division, client)
 
 
 def no_gather(_parameters: object) -> object:

@@ -44,7 +44,7 @@ class Client:
         )
         self._how = how
 
-    def update_named_params(self, _: None, weights: Iterator[tuple[str, LazyTensor]]) -> None:
+    def take_weights(self, weights: Iterator[tuple[str, LazyTensor]]) -> None:
         self._weights = weights
 
     def publish(self) -> None:

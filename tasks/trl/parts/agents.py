@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 from grpo_orch.checkpoint.records.rollouts import Session
 from grpo_orch.policies.serving.wire import Branch
 
-AGENT = "agent"  # the reward function's name
 MESSAGES, REWARD = "messages", "agent_reward"  # columns for reward functions
 # Maximum of added rows, as a multiple of the batch's own rows, for which memory was planned. If even one
 # multiple does not fit, the trainer continues with smaller batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,14 @@ from accelerate.utils import broadcast_object_list
 
 from grpo_orch.tasks.storing.tensors import LazyTensor
 from grpo_orch.tasks.trl.canary import canary_of, forget_order
-from grpo_orch.tasks.trl.checkpoint_names import as_in_checkpoint
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.weights import adapter_tensors, plain_model, stored_buffers, whole_weights
+from grpo_orch.tasks.trl.weights import (
+    adapter_tensors,
+    as_in_checkpoint,
+    plain_model,
+    stored_buffers,
+    whole_weights,
+)
 
 Weights = Iterator[tuple[str, torch.Tensor | LazyTensor]]
 
@@ -23,21 +28,13 @@ class Publishing:
     """The weights of one model.
 
     Args:
-        division: how the model is divided over processes: `is_fsdp`, `fsdp_version`, `is_zero3`, and
-            `gather_params`, a context in which parameters are whole.
-        iterate: yields all whole weights under FSDP 1, if all processes iterate.
+        division: how the model is divided over processes: `is_fsdp`, `is_zero3`, and `gather_params`, a context
+            in which parameters are whole.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        accelerator: Any,
-        division: Any,
-        client: FleetClient,
-        iterate: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-    ) -> None:
+    def __init__(self, model: Any, accelerator: Any, division: Any, client: FleetClient) -> None:
         self._model, self._accelerator, self._division = model, accelerator, division
-        self._client, self._iterate = client, iterate
+        self._client = client
 
     def hand_over(self) -> None:
         """Give the client the present step's weights, which it reads when needed, and their canary.
@@ -49,17 +46,13 @@ class Publishing:
         """
         if not (self._is_divided or self._accelerator.is_main_process):
             return
-        if not self._is_fsdp1:
-            self._client.take_canary(canary_of(self._model, self._accelerator.mixed_precision))
-            if self._division.is_zero3:
-                forget_order(self._accelerator)
-        self._client.update_named_params(None, None if self._is_divided else self.weights())
+        self._client.take_canary(canary_of(self._model, self._accelerator.mixed_precision))
+        if self._division.is_zero3:
+            forget_order(self._accelerator)
+        self._client.take_weights(None if self._is_divided else self.weights())
 
     def publish(self) -> None:
         """Publish weights that are divided over processes: all take part in each read."""
-        if self._is_fsdp1:
-            self._publish_at_once()
-            return
         # In every process: listing the state makes FSDP2 divide again what a forward pass has gathered.
         stored_buffers(plain_model(self._model))
         weights = whole_weights(self._model, self._division.gather_params)
@@ -73,7 +66,7 @@ class Publishing:
             return weights[name].read()
 
         named = {name: replace(weight, read=functools.partial(read, name)) for name, weight in weights.items()}
-        self._client.update_named_params(None, self._as_in_checkpoint(named))
+        self._client.take_weights(self._as_in_checkpoint(named))
         self._client.publish()
         broadcast_object_list([None])
 
@@ -82,18 +75,6 @@ class Publishing:
         if self._client.publishes_adapters:
             return adapter_tensors(self._model)
         return self._as_in_checkpoint(whole_weights(self._model, self._division.gather_params))
-
-    def _publish_at_once(self) -> None:
-        """Publish under FSDP1, where all processes read all weights: the first process copies them."""
-        whole = self._iterate()
-        if self._accelerator.is_main_process:
-            named = {name: LazyTensor.of(weight.detach().to("cpu", copy=True)) for name, weight in whole}
-            tensors = as_in_checkpoint(plain_model(self._model), named).items()
-            self._client.update_named_params(None, iter(tensors))
-            self._client.publish()
-        else:
-            for _ in whole:
-                pass
 
     def _as_in_checkpoint(self, named: dict[str, LazyTensor]) -> Weights:
         """Yield weights and stored buffers under the names in the model's own checkpoint."""
@@ -105,9 +86,3 @@ class Publishing:
     def _is_divided(self) -> bool:
         """Whether no process has all weights."""
         return bool(self._division.is_fsdp or self._division.is_zero3)
-
-    @property
-    def _is_fsdp1(self) -> bool:
-        """Whether FSDP 1 is in use: the model cannot compute outside its wrapper, and listing its state takes all
-        processes."""
-        return bool(self._division.is_fsdp and self._division.fsdp_version == 1)

@@ -21,7 +21,6 @@ from grpo_orch.tasks.machine.leaving import Leaving
 from grpo_orch.tasks.storing.saving import CheckpointSaver
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl import fast_save
-from grpo_orch.tasks.trl.offloaded_adam import catch_up
 from grpo_orch.tasks.trl.skipped_prompts import Walk
 
 WINDOW_FILE = "grpo_window_{rank}.pt"
@@ -187,3 +186,24 @@ def scale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
     for name in ("base_lrs", "_last_lr"):  # the first only if the scheduler is a function of the step
         if hasattr(scheduler, name):
             setattr(scheduler, name, [value * ratio for value in getattr(scheduler, name)])
+
+
+def catch_up(optimizer: Any) -> None:
+    """Have DeepSpeed's CPU Adam continue bit for bit after a restart. Other optimizers are left alone.
+
+    Its module keeps the powers of both betas outside of any checkpoint. It multiplies them at each step, but
+    computes them again if steps do not follow each other, which rounds differently (DeepSpeed 0.19,
+    `csrc/includes/cpu_adam.h`). So the steps of the loaded state are repeated over no weights, a microsecond each.
+
+    Args:
+        optimizer: the trainer's, wrapped by accelerate and DeepSpeed.
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not hasattr(optimizer, "ds_opt_adam"):
+        return
+    group, none = optimizer.param_groups[0], torch.empty(0)
+    taken = max((int(state["step"]) for state in optimizer.state.values() if state), default=0)
+    for step in range(1, taken + 1):
+        settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, none, none, none, none)

@@ -37,7 +37,7 @@ class Client:
 
     publishes_adapters = False
 
-    def update_named_params(self, _: None, weights: Iterator[tuple[str, LazyTensor]]) -> None:
+    def take_weights(self, weights: Iterator[tuple[str, LazyTensor]]) -> None:
         self._weights = dict(weights)
 
     def publish(self) -> None:
@@ -47,8 +47,8 @@ class Client:
 def publishing(model: Any, client: Any) -> Publishing:
     """What publishes a model in FSDP2's shards, without a trainer around it."""
     no_gather = {"gather_params": lambda _: nullcontext()}
-    division = SimpleNamespace(is_fsdp=True, is_zero3=False, fsdp_version=2, **no_gather)
-    return Publishing(model, PartialState(), division, client, lambda: iter(()))
+    division = SimpleNamespace(is_fsdp=True, is_zero3=False, **no_gather)
+    return Publishing(model, PartialState(), division, client)
 
 
 def published(model: Any) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ By our launcher, over gloo, on CPUs that pass for GPUs (`cpu_for_gpu`), for each
 from __future__ import annotations
 
 import random
-import subprocess
 import threading
 import time
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from grpo_orch.policies.model.node_contract import TRAINER
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.machine.exit_note import take_exit_code
 from tests.node.ranks import cpu_for_gpu
-from tests.node.trainer.rig import GRPO, LORA, open_rig
+from tests.node.trainer.rig import GRPO, LORA, Process, open_rig
 
 STEPS = 6
 LAST = PolicyVersion(0, STEPS)
@@ -114,7 +113,7 @@ def kill_one(
     return Killed(way, seed, last // A_STEP, rank, restored, *same, round(calm_s, 1), round(took_s, 1))
 
 
-def ranks_of(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def ranks_of(launcher: Process) -> list[psutil.Process]:
     """The trainer's processes that a launcher has started."""
     children = psutil.Process(launcher.pid).children()
     return [one for one in children if {TRAINER, cpu_for_gpu.__name__} & set(one.cmdline())]

@@ -1,7 +1,7 @@
 """What a real vLLM computes after a reload, against what its trainer computed: two boots, many policies.
 
-One engine is a bfloat16 one of a dense model, the other a float32 one of a mixture of experts, whose weights
-vLLM's build for CPUs does not reload by itself as it loads them first.
+One engine is a bfloat16 one of a dense model, which starts without weights; the other a float32 one of a mixture
+of experts, whose weights vLLM's build for CPUs does not reload by itself as it loads them first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
 from grpo_orch.tasks.storing.publish import PolicyPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl.canary import canary_of
-from tests.node.rollout.engines import VOCABULARY, Node, Tensors, completed, dense_model, make_model, policy
+from tests.node.rollout.engines import (
+    VOCABULARY,
+    Node,
+    Tensors,
+    completed,
+    dense_model,
+    make_model,
+    policy,
+    without_a_layer,
+)
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -55,13 +64,33 @@ def refused(node: Node, version: str, folder: Path) -> str:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("dense")
     dense_model(folder / "base", seed=0)
-    node = Node(folder, "bfloat16")
-    yield node
-    node.stop()
+    (folder / "base" / "model.safetensors").rename(
+        folder / "kept"
+    )  # of the base model it reads all but the weights
+    node = Node(folder, "bfloat16", bare=True)
+    try:
+        check_bare(node, folder)
+        (folder / "kept").rename(folder / "base" / "model.safetensors")
+        yield node
+    finally:
+        node.stop()
+
+
+def check_bare(node: Node, folder: Path) -> None:
+    """It serves nothing before all weights have come. Were the files not looked at: a policy that lacks tensors
+    leaves it without, and the next one does not."""
+    assert node.asked("0-0") == node.asked("None") == node.asked("") == 409
+    lacking = policy(folder / "lacking", dense_model(folder / "made", seed=1), without_a_layer)
+    with pytest.raises(PolicyRefused, match=r"the first policy has no weights for model\.layers\.1\."):
+        node.load("0-0", lacking, None)
+    assert node.asked("0-0") == 409
+    made = dense_model(folder / "made", seed=2)
+    node.load("0-1", policy(folder / "whole", made), canary_of(made, "no"))
+    assert node.asked("0-1") == 200
 
 
 def test_bfloat16_node_serves_float32_and_bfloat16_trainers(dense: Node, tmp_path: Path) -> None:
-    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+    for number, dtype in enumerate((torch.float32, torch.bfloat16), 2):
         folder = policy(tmp_path / str(number), dense_model(tmp_path / "made", seed=1 + number).to(dtype))
         canary = dense.check.verify(folder)
         assert canary is not None

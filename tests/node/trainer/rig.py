@@ -47,10 +47,12 @@ from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.restoring import Restored
 from grpo_orch.tasks.trainer.assemble import assemble
 from tests.budget import HANG_S
+from tests.node.trainer.forked import FORKED, UPLOADER, Forked
 from tests.node.trainer.stand_in_gateway import TOKEN, StandInGateway
 from tests.rigs import tiny_model
 
 REPOSITORY = Path(__file__).parents[3]
+Process = subprocess.Popen[bytes] | Forked
 NODE = "trainer-0-i1"
 PROMPTS = 6
 STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # what a checkpoint of one process has beside weights
@@ -165,6 +167,7 @@ class Rig:
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "id", time.time(), self.spec, evaluation))
         sign_run(self.store, TOKEN)
         self.gateway = StandInGateway(self.store, folder / "scratch")
+        self.started: list[Process] = []
 
     def env(self, attempt: int = 1, timeline: int = 0) -> NodeEnv:
         return NodeEnv(self.store.url, NODE, TOKEN, attempt, timeline, str(self.work), "127.0.0.1")
@@ -206,14 +209,13 @@ class Rig:
             time.sleep(0.005)
 
     def start_trainer(
-        self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None
-    ) -> subprocess.Popen[bytes]:
+        self, attempt: int = 1, timeline: int = 0, argv: list[str] | None = None, *, forked: bool = True
+    ) -> Process:
         """`python -m grpo_orch.tasks.trainer.main`, or another command line, its output in trainer-ATTEMPT.log."""
-        return self._start(
-            argv or [sys.executable, "-m", "grpo_orch.tasks.trainer.main"], attempt, self.log(attempt), timeline
-        )
+        argv = argv or [sys.executable, "-m", TRAINER]
+        return self._start(argv, attempt, self.log(attempt), timeline, forked=forked)
 
-    def start_ranks(self, attempt: int = 1, module: str = TRAINER) -> subprocess.Popen[bytes]:
+    def start_ranks(self, attempt: int = 1, module: str = TRAINER) -> Process:
         """The trainer in as many processes as its specification says, by the machine's own launcher.
 
         `module` may stand in its place.
@@ -223,8 +225,7 @@ class Rig:
 
     def start_uploader(self) -> None:
         """`python -m grpo_orch.tasks.machine.uploader`, its output in uploader.log."""
-        argv = [sys.executable, "-m", "grpo_orch.tasks.machine.uploader"]
-        self.uploader = self._start(argv, 1, self.folder / "uploader.log")
+        self.uploader = self._start([sys.executable, "-m", UPLOADER], 1, self.folder / "uploader.log")
 
     def no_nodes_from(self, step: int) -> None:
         """No node is there for the policy of that step and later ones: however late who waits for it, the trainer
@@ -270,8 +271,11 @@ class Rig:
         manifest.materialize(self.store, found.root, found.files, folder)
         return found
 
-    def _start(self, argv: list[str], attempt: int, log: Path, timeline: int = 0) -> subprocess.Popen[bytes]:
-        told = {
+    def _start(
+        self, argv: list[str], attempt: int, log: Path, timeline: int = 0, *, forked: bool = True
+    ) -> Process:
+        env = {
+            **os.environ,
             "GRPO_ORCH_RUN": self.store.url,
             "GRPO_ORCH_NODE": NODE,
             "GRPO_ORCH_TOKEN": TOKEN,
@@ -283,14 +287,14 @@ class Rig:
             # As on a machine that we have set up: DeepSpeed finds its compiler's driver there.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                argv,
-                cwd=REPOSITORY,
-                env={**os.environ, **told},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        interpreter, *_, module = argv
+        if forked and [interpreter, "-m", module] == argv and module in FORKED:
+            self.started.append(Forked(module, env, log))
+        else:
+            with log.open("ab") as out:
+                told: Any = {"cwd": REPOSITORY, "env": env, "stdout": out, "stderr": subprocess.STDOUT}
+                self.started.append(subprocess.Popen(argv, **told))
+        return self.started[-1]
 
     def log(self, attempt: int = 1) -> Path:
         return self.folder / f"trainer-{attempt}.log"
@@ -298,7 +302,7 @@ class Rig:
     def last_line(self, attempt: int = 1) -> str:
         return self.log(attempt).read_text().splitlines()[-1]
 
-    def wait(self, trainer: subprocess.Popen[bytes], attempt: int = 1, timeout_s: float = HANG_S) -> int:
+    def wait(self, trainer: Process, attempt: int = 1, timeout_s: float = HANG_S) -> int:
         """The trainer's exit code; shows its output when it was not 0."""
         try:
             code = trainer.wait(timeout_s)
@@ -331,7 +335,8 @@ def open_rig(folder: Path, tiny: Path, **spec: Any) -> Iterator[Rig]:
     try:
         yield rig
     finally:
-        rig.uploader.kill()
-        rig.uploader.wait()
+        for process in rig.started:
+            process.kill()
+            process.wait()
         remove_spool(rig.work)
         rig.gateway.close()

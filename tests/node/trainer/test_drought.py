@@ -26,7 +26,7 @@ def dry(rig: Rig, steps: range) -> None:
     rig.gateway.on_asked = look
 
 
-@pytest.mark.parametrize(("processes", "windows"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("processes", "windows"), [(1, 1), (2, 2)])
 def test_trainer_makes_shortage_steps_and_nodes_the_others(
     processes: int, windows: int, tiny: Path, tmp_path: Path
 ) -> None:

@@ -14,8 +14,8 @@ from grpo_orch.policies.detect.pitfalls import UNREWARDED_MAX
 from grpo_orch.policies.detect.symptoms import NO_VARIANCE
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
+from grpo_orch.tasks.trainer.callbacks import RewardCounts, count_rewards
 from grpo_orch.tasks.trainer.main import end_of_training, unexpected_error
-from grpo_orch.tasks.trainer.reward_counts import RewardCounts, count_rewards
 from grpo_orch.tasks.trl.parts.rewards import NothingToLearn, Unrewarded
 from tests.node.ranks.kills import of
 from tests.node.trainer.rig import open_rig

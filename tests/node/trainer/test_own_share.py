@@ -13,8 +13,7 @@ from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest
 from grpo_orch.tasks.completions.node_shortage import NodeShortage, Share
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.heartbeat import Fenced
-from grpo_orch.tasks.trl.own_generation import OwnGeneration
-from grpo_orch.tasks.trl.own_share import OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnGeneration, OwnShare
 
 BATCH = Batch(PolicyRef("0-3", "p"), {"max_tokens": 9}, [CompletionRequest(0, [5], 1)], 60.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
 from grpo_orch.tasks.trl.parts import turns
 from grpo_orch.tasks.trl.parts.leaving import Departure
 from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
-from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
+from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving, why_not_resumable
 from grpo_orch.tasks.trl.parts.turns import CommonTurns
 
 END = 9
@@ -72,20 +73,37 @@ def test_process_takes_turns_until_all_are_done(monkeypatch: pytest.MonkeyPatch)
     assert taken == [[[1], [2]], [[1], NO_PROMPT], [NO_PROMPT]]
 
 
+ARGS = SimpleNamespace(
+    learning_rate=0.5, per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=1, process_index=0
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_sharded", "why"),
+    [
+        (2, False, ""),
+        (8, False, "expected 8 completions a step .* as before, not 32"),
+        (2, True, "DeepSpeed and FSDP read shards only with the same number of processes; start 1"),
+    ],
+)
+def test_checkpoint_of_another_number_of_processes(batch: int, is_sharded: bool, why: str, tmp_path: Path) -> None:
+    walk: Any = SimpleNamespace()
+    MemoryState(ACCELERATOR, ARGS, walk, 0).save(tmp_path, Place(0, None), None)
+    changed = SimpleNamespace(**{**vars(ARGS), "world_size": 2, "per_device_train_batch_size": batch})
+    trainer = SimpleNamespace(args=changed, is_fsdp_enabled=is_sharded, is_deepspeed_enabled=False)
+    found = why_not_resumable(trainer, tmp_path)
+    assert re.fullmatch(
+        f"the checkpoint is of 1 processes, and 2 would resume from it: {why}" if why else "", found
+    )
+
+
 @pytest.mark.parametrize("timeline", [0, 1])
 def test_place_is_loaded_or_begins_with_a_timeline(timeline: int, tmp_path: Path) -> None:
-    args = SimpleNamespace(
-        learning_rate=0.5,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        world_size=1,
-        process_index=0,
-    )
     walk: Any = SimpleNamespace(batches_before=lambda steps: 2 * steps)
     place = Place(5, [{"completion_ids": torch.tensor([1, 2])}])
-    MemoryState(ACCELERATOR, args, walk, 0).save(tmp_path, place, None)
+    MemoryState(ACCELERATOR, ARGS, walk, 0).save(tmp_path, place, None)
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.5)
-    changed = SimpleNamespace(**{**vars(args), "learning_rate": 0.25 if timeline else 0.5})
+    changed = SimpleNamespace(**{**vars(ARGS), "learning_rate": 0.25 if timeline else 0.5})
     loaded = MemoryState(ACCELERATOR, changed, walk, timeline).load(
         tmp_path, 3, optimizer, SimpleNamespace(), None
     )

@@ -86,7 +86,8 @@ def test_killed_trainer_ends_in_the_same_weights(name: str, tiny: Path, tmp_path
             kill_at_step(killed, 2, dice.randrange(STEPS - 3, STEPS), delay_s=dice.random() * 0.3)
         replayed, journalled = to_replay(killed), journalled_steps(killed.store)
         asked_before = len(killed.gateway.asked)
-        assert killed.wait(killed.start_trainer(3), 3) == 0
+        # In an interpreter of its own, which has other hashes of text than the one that trained without a kill.
+        assert killed.wait(killed.start_trainer(3, forked=False), 3) == 0
         assert killed.digests(*STATES) == calm.digests(*STATES)
     assert killed.gateway.unproved == calm.gateway.unproved == []
     again = {PolicyVersion.parse(policy).step for policy, _ in killed.gateway.asked[asked_before:]}

@@ -88,10 +88,7 @@ HEALTHY: dict[str, tuple[list[Point], bool]] = {
     "all groups of one reward": (run(grad_norm=lambda step: 0.0 if step < ONSET else 0.5), True),
     "little is logged": ([Point(step, {"loss": 0.1}) for step in range(1, 300)], False),
     "nothing is logged": ([Point(step, {}) for step in range(1, 300)], False),
-    "only nulls in a column": (run(60, loss=always(None)), True),
-    "only nulls in the KL": (run(60, kl=always(None)), True),
-    "only nulls in the rewards": (run(60, reward=always(None)), True),
-    "only nulls in the gradients": (run(60, grad_norm=always(None)), True),
+    "only nulls": (run(60, kl=always(None), loss=always(None), reward=always(None), grad_norm=always(None)), True),
     "an adapter begins at nothing": (
         run(kl=lambda step: 0.0005 + 0.6 * min(1.0, max(0, step - 60) / 40), reward=reward(0.3)),
         False,
@@ -307,21 +304,13 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**EXPLODES, "entropy": DULL},
         {**EXPLODES, "entropy": DULL, "completions__mean_length": after(ONSET, level(220.0, 0.05), level(20.0))},
     ),
-    "a witness that does not fall": (
-        {"reward": RISES, "witness__right": RIGHT},
-        {"reward": RISES, "witness__right": after(ONSET, RIGHT, WRONG)},
-    ),
     "a witness that falls beside a reward that does not rise": (
         {"reward": reward(0.3), "witness__right": after(ONSET, RIGHT, WRONG)},
         {"reward": RISES, "witness__right": after(ONSET, RIGHT, WRONG)},
     ),
     "no gain of a tricked reward pays": (
-        {"kl": after(ONSET, level(0.05), level(0.6)), "reward": RISES},
-        {
-            "kl": after(ONSET, level(0.05), level(0.6)),
-            "reward": RISES,
-            "witness__right": after(ONSET, RIGHT, WRONG),
-        },
+        {"kl": after(ONSET, level(0.05), level(0.6)), "reward": RISES, "witness__right": RIGHT},
+        {"reward": RISES, "witness__right": after(ONSET, RIGHT, WRONG)},
     ),
     "a signed estimate rises": ({"kl": signed(0.0)}, {"kl": signed(1.0)}),
     "a signed estimate sinks": ({"kl": signed(0.0)}, {"kl": signed(-1.0)}),

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
 from benchmarks.rig.divergence.diverging import SAVE_STEPS, slow_ramp
 from benchmarks.rig.divergence.early_signs import lasting_sign_then_runaway
 from benchmarks.rig.divergence.healthy import Family, clusters_of_spikes
 from benchmarks.rig.divergence.one_prompt import one_prompt_goes_wild, one_prompt_in_epochs
-from benchmarks.rig.divergence.score import Outcome, Score, judge, judge_by_line, score
-from benchmarks.rig.divergence.signals import Setting, points
+from benchmarks.rig.divergence.score import Outcome, Score, judge, score
+from benchmarks.rig.divergence.signals import Setting
 from benchmarks.rig.divergence.traces import LOGGING_STEPS, Trace, trace
 from grpo_orch.policies.detect.divergence import Point
 
@@ -115,26 +114,3 @@ def test_score_has_its_defined_value() -> None:
         without_target=0,
     )
     assert score([outcome(101, 100 + 10 * delay, 90) for delay in range(1, 21)]).delay_points_p90 == 18
-
-
-def test_line_trips_after_five_points_dated_from_the_first() -> None:
-    told = tuple(Point(step, {"kl": kl}) for step, kl in enumerate([0.0, 2.0, 2.0, 0.5, None, 2, 3, 2, 2], 1))
-    made = Trace("made", told, 5, 1, None)
-    found = judge_by_line(made, 1.0)
-    assert (found.trip_step, found.told_onset_step) == (9, 5)
-    assert judge_by_line(made, 2.5).missed
-
-
-def test_points_are_logged_as_trl_logs_them() -> None:
-    nan = np.nan
-    metrics = {
-        "loss": np.array([1.0, 3.0, 5.0, nan, nan, nan, 7.0]),
-        "kl": np.array([1.0, 3.0, np.inf, 3.0, 1.0, 1.0, 7.0]),
-        "grad_norm": np.array([1.0, 3.0, 5.0, nan, nan, nan, 7.0]),
-        "reward": np.zeros(7),
-    }
-    assert points(metrics, 2, absent=("reward",)) == (
-        Point(2, {"loss": 2.0, "kl": 2.0, "grad_norm": 3.0}),
-        Point(4, {"loss": 5.0, "kl": None, "grad_norm": None}),
-        Point(6, {"loss": None, "kl": 1.0, "grad_norm": None}),
-    )

@@ -74,12 +74,18 @@ def spec_of(accelerators: str = "", *, accelerate: dict[str, Any] | None = None,
             },
         ),
         (
-            spec_of("H100:2", accelerate={"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}),
+            spec_of(
+                "H100:2", accelerate={"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}}
+            ),
             {
                 "distributed_type": "FSDP",
                 "num_processes": 2,
                 "main_process_port": 0,
-                "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+                "fsdp_config": {
+                    "fsdp_version": 2,
+                    "fsdp_state_dict_type": "FULL_STATE_DICT",
+                    "fsdp_offload_params": True,
+                },
             },
         ),
         (

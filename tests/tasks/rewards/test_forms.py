@@ -17,9 +17,9 @@ from grpo_orch.rewards import (
     think_format,
     xml_format,
 )
-from grpo_orch.tasks.rewards.guard import guarded
 from grpo_orch.tasks.rewards.in_workers import with_arguments
 from grpo_orch.tasks.rewards.texts import answer_of, shown
+from grpo_orch.tasks.rewards.user_calls import guarded
 from tests.budget import examples
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}

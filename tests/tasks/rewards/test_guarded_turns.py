@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from grpo_orch.policies.model.spec import OnBadReward
-from grpo_orch.tasks.rewards.guard import BadReward, Rule, ToolFailed, guarded_factory, guarded_tool
+from grpo_orch.tasks.rewards.user_calls import BadReward, Rule, ToolFailed, guarded_factory, guarded_tool
 from tests.budget import HANG_S
 
 SHORT_S = 0.05

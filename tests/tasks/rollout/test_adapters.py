@@ -103,6 +103,24 @@ def test_damage_is_named_and_engine_keeps_its_policy(
     assert not caught.value.touched
 
 
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({A: good()[A]}, f"half of the adapter of {Q}"),
+        (
+            {**good(), A: ("F32", np.ones((4, 4), np.float32)), B: ("F32", np.ones((6, 4), np.float32))},
+            "wrong rank",
+        ),
+        ({f"x.{name}": one for name, one in good().items()}, "does not belong to an adapter"),
+        ({name: ("I8", numbers.astype(np.int8)) for name, (_, numbers) in good().items()}, "quantised weights"),
+    ],
+)
+def test_unsuitable_tensors_never_reach_the_engine(world: World, tensors: Tensors, why: str) -> None:
+    with pytest.raises(PolicyRefused, match=why) as caught:
+        world.check({"r": 2}).verify(world.publish(tensors))
+    assert not caught.value.touched
+
+
 def test_rank_too_large_for_the_engine_is_refused(world: World) -> None:
     folder = world.publish(good())
     with pytest.raises(PolicyRefused, match="the engine supports at most 1"):

@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from trl.trainer.utils import RepeatSampler
 
-from grpo_orch.tasks.trl.parts.foreseen import evaluation_calls
+from grpo_orch.tasks.trl.windows_ahead import evaluation_calls
 from tests.node.trainer.rig import open_rig
 
 OF_TIME = ("runtime", "per_second")

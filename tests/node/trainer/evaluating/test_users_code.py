@@ -19,7 +19,7 @@ from grpo_orch.rewards import readable_by
 from grpo_orch.tasks.completions.gateway_client import Generated
 from grpo_orch.tasks.evaluating.assemble import InPieces
 from grpo_orch.tasks.evaluating.scoring import is_cut, readable_by_judge
-from grpo_orch.tasks.rewards.guard import BadReward
+from grpo_orch.tasks.rewards.user_calls import BadReward
 from grpo_orch.tasks.trl.trl_grpo import Made
 from tests.budget import HANG_S
 from tests.node.trainer.evaluating import test_evaluator as evaluator

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
 from grpo_orch.tasks.machine.exit_note import take_exit_code, take_reason
-from grpo_orch.tasks.rewards.guard import guarded
+from grpo_orch.tasks.rewards.user_calls import guarded
 from grpo_orch.tasks.trainer import reports
 from grpo_orch.tasks.trainer.preflight import check_rewards
 from grpo_orch.tasks.trainer.time_limit import kill_after
@@ -346,7 +346,7 @@ def test_first_attempt_ends_before_nodes_are_requested(
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", "/proc/nowhere")
     with open_rig(tmp_path, tiny, grpo={}) as rig:
-        assert rig.start_trainer().wait(HANG_S) == exit_codes.BAD_SPEC
+        assert rig.start_trainer(forked=False).wait(HANG_S) == exit_codes.BAD_SPEC
         assert rig.last_beat().activity in BEFORE_TRAINING, "the controller asks for no rollout node"
         assert rig.published() == []
         last = rig.last_line()

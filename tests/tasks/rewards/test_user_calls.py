@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import OnBadReward
-from grpo_orch.tasks.rewards.guard import BadReward, guarded
+from grpo_orch.tasks.rewards.user_calls import BadReward, guarded
 from tests.budget import HANG_S
 
 PROMPTS = ["one", "one", "two", "two"]
@@ -119,13 +119,13 @@ def test_failing_prompts_have_no_score_or_end_the_run(function: Any, expected: A
 
 ENDLESS = """
 import re
-from grpo_orch.tasks.rewards import guard
+from grpo_orch.tasks.rewards import user_calls
 
 def endless(**_):
     re.match(r"(a+)+$", "a" * 64 + "b")
 
-guard.GRACE_S = 0.1
-guard.guarded(endless, "rewards.endless", "none", 0.1, lambda _: False)(prompts=["p"], completions=["c"])
+user_calls.GRACE_S = 0.1
+user_calls.guarded(endless, "rewards.endless", "none", 0.1, lambda _: False)(prompts=["p"], completions=["c"])
 """
 
 

@@ -1,4 +1,4 @@
-"""The trainer's own guard: a run that diverges is stopped in time, and what was sealed of it reaches the store."""
+"""A run that diverges is stopped by its trainer in time, and what was sealed of it reaches the store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CALM = {"learning_rate": 0.001, "beta": 0.04, "epsilon": 0.1}
 
 @dataclass(frozen=True)
 class Diverged:
-    """A run whose guard tripped while its uploader stood still; and its next timeline, which ran to the end."""
+    """A run whose detector tripped while its uploader stood still; and its next timeline, which ran to the end."""
 
     rig: Rig
     code: int
@@ -106,7 +106,7 @@ def test_sealed_checkpoints_are_stored_and_the_tripped_step_not(diverged: Diverg
     assert PolicyVersion(0, diverged.verdict.tripped_step) not in asked, "no further step was begun"
 
 
-def test_reader_of_the_rows_reaches_the_guards_verdict(diverged: Diverged, tmp_path: Path) -> None:
+def test_reader_of_the_rows_reaches_the_trainers_verdict(diverged: Diverged, tmp_path: Path) -> None:
     detector, at = Detector(), {}
     for step in sorted(diverged.rows):
         detector = follow(detector, metrics.point_of(diverged.rows[step]), 0.5)
@@ -131,7 +131,7 @@ def test_next_timeline_starts_from_its_fork_with_its_settings(diverged: Diverged
     rig.restore(PolicyVersion(1, STEPS), tmp_path / "last")
     record = from_json((tmp_path / "last" / RUN_FILE).read_bytes(), RunRecord, RUN_FILE)
     assert record.spec.grpo == {**rig.spec.grpo, **CALM}
-    assert read_detector(tmp_path / "last").points == STEPS, "the guard knows what was before the start"
+    assert read_detector(tmp_path / "last").points == STEPS, "the detector knows what was before the start"
     beat = rig.last_beat()
     assert (beat.timeline, beat.step, beat.activity, tripped(beat)) == (1, STEPS, "done", False)
 
@@ -187,20 +187,20 @@ def test_a_reward_function_of_weight_0_is_a_witness(tiny: Path, tmp_path: Path) 
         assert values["reward"] == pytest.approx(values["rewards/lower_share/mean"], abs=1e-6)
 
 
-def test_guard_that_raises_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detector_that_raises_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, Any] = {}
     heartbeat = SimpleNamespace(update=lambda **values: said.update(values))
-    guard = callbacks.DivergenceCallback(cast(Heartbeat, heartbeat), KlPolicy(), Detector())
+    watch = callbacks.DivergenceCallback(cast(Heartbeat, heartbeat), KlPolicy(), Detector())
 
     def log(step: int, kl: float) -> None:
-        guard.on_log(None, SimpleNamespace(global_step=step), None, {"kl": kl, "reward": 0.5})
+        watch.on_log(None, SimpleNamespace(global_step=step), None, {"kl": kl, "reward": 0.5})
 
     log(1, 0.01)
-    before = guard.detector
+    before = watch.detector
     with monkeypatch.context() as broken:
         broken.setattr(callbacks, "follow", lambda *_: min(()))
         log(2, 0.01)
-    assert guard.detector is before
+    assert watch.detector is before
     for step in range(3, 24):
         log(step, 0.01 if step < 20 else 30.0)
     with pytest.raises(callbacks.Diverged):
@@ -216,7 +216,7 @@ class Breaks(TrainerCallback):
 
 
 def test_nan_weights_diverged_at_the_step_that_made_them(tiny: Path, tmp_path: Path) -> None:
-    """No node would serve them, so nothing would ever be logged by which the guard could tell."""
+    """No node would serve them, so nothing would ever be logged by which the detector could tell."""
     steps = {"max_steps": 6, "save_steps": 1, "logging_steps": 3}
     with open_rig(tmp_path, tiny, grpo=steps, kl=KlPolicy()) as rig:
         with pytest.raises(callbacks.Diverged, match=r"since step 2: .*not numbers"):
