@@ -46,6 +46,8 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
 # An on-demand node serves this long before spot is retried; a failed try costs a few %.
 FALLBACK_MIN_S = PROBE_MAX_S
+# Logged steps until a step with the trainer's own generation is measured: it ends at the next generation's row.
+OWN_STEP_ROWS = 2
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
 WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
@@ -357,8 +359,7 @@ class _Planner:
     def own_step_s(self, idle_limit_s: float, worth_usd: float | None) -> float | None:
         """Return the seconds of a step that the trainer makes alone; None if it is not worth its price.
 
-        Until one is measured, assume that it is while the trainer makes progress. A run behind its deadline takes
-        any step.
+        Until one is measured, assume that it is. A run behind its deadline takes any step.
         """
         since_s, usd = self.state.own_generation_since_s, self.prices.other_usd_per_h
         own = self.snapshot.measured.own_step
@@ -372,8 +373,10 @@ class _Planner:
             >= idle_limit_s + batch_steps * limit_s
         ):
             return None  # no progress
-        step_s = limit_s if own is None else own.seconds(1)
-        return step_s if step_s <= limit_s or self.is_behind else None
+        if own is None:
+            rows_s = OWN_STEP_ROWS * max(batch_steps, int(self.spec.grpo.get("logging_steps", 1))) * limit_s
+            return limit_s if self.snapshot.silent_s(since_s) < idle_limit_s + rows_s else None
+        return own.seconds(1) if own.seconds(1) <= limit_s or self.is_behind else None
 
     def waiting_trainer(self) -> Node | None:
         """Return the trainer's node if it only waits for rollout nodes and its progress can be stored."""
