@@ -233,7 +233,7 @@ FIELDS = (
     Row(
         "max_tool_calling_iterations",
         "works",
-        "`node/features/test_turns.py::test_an_environment_is_trained_through_the_gateway_turn_by_turn`",
+        "`node/features/test_turns.py::test_environment_is_trained_turn_by_turn`",
     ),
     Row(
         "vllm_structured_outputs_regex",
@@ -254,7 +254,7 @@ FIELDS = (
     Row(
         "multi_objective_aggregation",
         "works",
-        "`node/features/test_settings.py::test_rewards_are_brought_to_one_scale_before_they_are_added_up`",
+        "`node/features/test_settings.py::test_rewards_are_normalized_before_they_are_summed`",
     ),
     Row(
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "

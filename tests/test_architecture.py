@@ -111,4 +111,4 @@ def test_test_names_have_at_most_60_characters() -> None:
     names = [name for file in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())]
     assert len(names) > 1000
     long = [name for name in names if len(name) > 60]
-    assert len(long) <= 9, long  # the others were renamed; rename these with the next change of their files
+    assert long == []

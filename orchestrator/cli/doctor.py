@@ -87,7 +87,7 @@ def doctor(
     if output is Output.JSON:
         print_json({"usable": is_usable(findings), "findings": [asdict(finding) for finding in findings]})
     else:
-        _print(findings)
+        print_findings(findings)
     if not is_usable(findings):
         missing = [finding.check for finding in findings if finding.needed and not finding.ok]
         raise Stop(f"missing: {', '.join(missing) or 'a cloud or a node environment'}", exit_codes.FAILED)
@@ -182,7 +182,7 @@ def _region(offer: SkyOffer) -> str:
     return "/".join(offer.infra.split("/")[:2])
 
 
-def _print(findings: list[Finding]) -> None:
+def print_findings(findings: list[Finding]) -> None:
     """Print what is present or needed, then the rest, dimmed.
 
     Remedies are not wrapped, so that commands can be copied. The reasons of unused clouds are cut.

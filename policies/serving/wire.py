@@ -61,6 +61,7 @@ GATEWAY_IDLE_S = 300.0
 NODE_IDLE_S = 360
 
 SESSIONS = "/sessions"
+HEADER_SESSION = "X-Session-ID"  # names an open session on the usual path
 HEADER_REQUEST = "X-Request-ID"  # a repeated request with the same ID gets the same turn
 LOST_CODE = "session_not_found"  # error code for a session that is not open
 LIMIT_CODE = "session_limit"  # error code for a request beyond a limit of its session
@@ -334,3 +335,21 @@ class Trace:
     branches: list[Branch]
     discarded: int = 0
     limit: str = ""
+
+
+def training_trace(trace: Trace) -> dict[str, Any]:
+    """Convert a trace to OpenEnv's `TrainingTrace`, version 1: each answer once, with its prompt."""
+    turns = [
+        {
+            "node_id": f"{number}-{turn.start}",
+            "prompt_token_ids": branch.token_ids[: turn.start],
+            "completion_token_ids": branch.token_ids[turn.start : turn.end],
+            "per_token_logps": branch.logprobs[turn.start : turn.end],
+            "loss_mask": [0] * turn.start + [1] * (turn.end - turn.start),
+            "metadata": {"session_id": trace.session, "policy": trace.policy, "branch": number},
+        }
+        for number, branch in enumerate(trace.branches)
+        for turn in branch.turns
+        if any(branch.mask[turn.start : turn.end])
+    ]
+    return {"schema_version": 1, "turns": turns}

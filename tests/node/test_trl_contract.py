@@ -213,7 +213,7 @@ def test_merging_adapters_does_not_touch_the_base_weights() -> None:
     assert published[f"{query}.weight"].equal(expected)
 
 
-def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
+def test_canary_of_the_weights_is_known_at_the_handover() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -238,7 +238,7 @@ def test_what_the_weights_compute_is_known_when_they_are_handed_over() -> None:
     assert handed[1] != handed[0]
 
 
-def test_an_adapter_that_travels_alone_is_handed_over_and_nothing_is_merged() -> None:
+def test_adapter_published_alone_is_never_merged() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

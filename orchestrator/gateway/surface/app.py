@@ -30,7 +30,15 @@ from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, describe
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import JOINING, ROLLOUTS, SESSIONS, Announce, AnnounceReply, OpenSession
+from grpo_orch.policies.serving.wire import (
+    JOINING,
+    ROLLOUTS,
+    SESSIONS,
+    Announce,
+    AnnounceReply,
+    OpenSession,
+    training_trace,
+)
 
 _announce = msgspec.json.Decoder(Announce)
 _stage = msgspec.json.Decoder(Stage)
@@ -194,8 +202,11 @@ class Gateway:
         return web.Response(status=204)
 
     async def _trace(self, request: web.Request) -> web.Response:
-        """Return a session's branches: tokens, mask, log-probabilities, turns and messages."""
-        return _json(self.sessions.trace(_session_of(request)))
+        """Return a session's branches; with `?form=openenv`, as OpenEnv's `TrainingTrace`."""
+        trace, form = self.sessions.trace(_session_of(request)), request.query.get("form")
+        if form not in (None, "openenv"):
+            raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
+        return _json(trace if form is None else training_trace(trace))
 
     async def _drop(self, request: web.Request) -> web.Response:
         """Close a session; its open requests get 404."""

@@ -27,7 +27,15 @@ from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, ClientRequest
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
-from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, HEADER_REQUEST, MODEL, SESSIONS
+from grpo_orch.policies.serving.wire import (
+    CHAT,
+    COMPLETIONS,
+    HEADER_POLICY,
+    HEADER_REQUEST,
+    HEADER_SESSION,
+    MODEL,
+    SESSIONS,
+)
 
 # A request without progress for this long fails; OpenAI's clients have the same default timeout.
 SILENCE_TIMEOUT_S = 600.0
@@ -83,9 +91,10 @@ class OpenAI:
         return await self._answer(openai_request.read_completion(body, policy), policy)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat as OpenAI's API does; below a session's path, as its next turn."""
+        """Answer a chat as OpenAI's API does; a turn of a session if the path or `X-Session-ID` names one."""
         chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
-        if (session := request.match_info.get("session")) is not None:
+        session = request.match_info.get("session", request.headers.get(HEADER_SESSION))
+        if session is not None:
             return await self._turn(request, chat, admission.name_of("session", session))
         policy = self._policy(request)
         try:

@@ -61,7 +61,7 @@ def test_reading_makes_no_folder_and_the_first_write_does(tmp_path: Path) -> Non
     assert looks.get("run.json") == b"1", "a store that was opened before anything was there finds it"
 
 
-def test_names_outside_and_folders_that_cannot_be_listed_are_errors(tmp_path: Path) -> None:
+def test_key_outside_or_unlistable_folder_is_an_error(tmp_path: Path) -> None:
     store = Store((tmp_path / "run").as_uri())
     store.put("journal", b"a file where a folder should be")
     calls: list[Callable[[], object]] = [

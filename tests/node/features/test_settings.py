@@ -127,7 +127,7 @@ def test_a_setting_leaves_the_weights_as_they_are(
     assert torch.equal(train(tmp_path, chatty, grpo)[1], plain)
 
 
-def test_rewards_are_brought_to_one_scale_before_they_are_added_up(chatty: Path, tmp_path: Path) -> None:
+def test_rewards_are_normalized_before_they_are_summed(chatty: Path, tmp_path: Path) -> None:
     weighted = {"reward_weights": [1.0, 100.0]}
     scaled = {**weighted, "multi_objective_aggregation": "normalize_then_sum"}
     _, first = train(tmp_path / "sums", chatty, weighted, witness="rig_rewards.digit_share")

@@ -42,7 +42,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, chatty: Path) -> Iterator[Rig
         yield rig
 
 
-def test_an_environment_is_trained_through_the_gateway_turn_by_turn(calm: Rig) -> None:
+def test_environment_is_trained_turn_by_turn(calm: Rig) -> None:
     rows = calm.trained()
     assert len(rows) == STEPS
     asked = Counter(policy for policy, _ in calm.gateway.asked)
@@ -55,9 +55,7 @@ def test_an_environment_is_trained_through_the_gateway_turn_by_turn(calm: Rig) -
         assert row["sampling/sampling_logp_difference/max"] < 1e-4  # what tools said is in no sum
 
 
-def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_in_the_same_weights(
-    calm: Rig, chatty: Path, tmp_path: Path
-) -> None:
+def test_trainer_killed_between_turns_ends_in_the_same_weights(calm: Rig, chatty: Path, tmp_path: Path) -> None:
     first = sum(policy == "0-0" for policy, _ in calm.gateway.asked)
     last_words = first + GROUP + 1  # within the second turn of the second step
     with open_rig(tmp_path, chatty, **of_turns()) as rig:
@@ -72,7 +70,7 @@ def test_a_trainer_killed_between_two_turns_takes_them_from_the_store_and_ends_i
         assert "rollout_of_other_requests" not in rig.log(2).read_text()
 
 
-def test_with_tools_the_first_turns_of_all_windows_are_asked_for_ahead(chatty: Path, tmp_path: Path) -> None:
+def test_first_turns_with_tools_are_requested_ahead(chatty: Path, tmp_path: Path) -> None:
     """And the later ones from the same policy: none is drawn from the seed of another, and a killed trainer asks
     for the same."""
     parts = {

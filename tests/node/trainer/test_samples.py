@@ -101,7 +101,7 @@ def test_messages_of_any_form_are_told() -> None:
 
 
 @pytest.mark.parametrize("fault", ["nothing was made", "another number", "other shapes", "a field is gone"])
-def test_a_process_that_cannot_measure_gathers_as_much_as_the_others(fault: str) -> None:
+def test_process_without_a_measurement_still_gathers(fault: str) -> None:
     call = Call()
     if fault == "nothing was made":
         call.made = [[5, END], []]
@@ -132,7 +132,7 @@ def built(step: int) -> tuple[Head, list[Group]]:
     return Head(samples.SCHEMA, f"0-{step}", step + 1, 0, 1.0, [], [], 1), [Group([Message("p")], [])]
 
 
-def test_the_writer_leaves_out_what_fails_and_what_comes_while_it_is_behind() -> None:
+def test_sample_writer_drops_failed_and_late_samples() -> None:
     store, held, begun = new_store(), threading.Event(), threading.Event()
     writer = SampleWriter(store, (0, 1, 1))
 

@@ -48,7 +48,7 @@ def trainer_at(step: int, batch: int, **args: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_timeline_that_begins_within_a_window_begins_none_in_vain_and_no_two_calls_have_one_name(
+def test_timeline_begun_within_a_window_has_unique_calls(
     staleness: int,
 ) -> None:
     """Two batches a window and three a step: the first step ends in the middle of window 1."""

@@ -261,7 +261,9 @@ def test_remedies_are_printed_in_full(
     lines = grpo_orch("doctor", str(run_yaml)).out.splitlines()
     assert [line.split(maxsplit=2)[2] for line in lines if "SkyPilot" in line] == [INSTALL]
     monkeypatch.setattr(console, "width", 60)
-    doctor._print([Finding("cloud gcp", False, False, "x" * 100), Finding("SkyPilot", False, False, INSTALL)])
+    doctor.print_findings(
+        [Finding("cloud gcp", False, False, "x" * 100), Finding("SkyPilot", False, False, INSTALL)]
+    )
     cut, whole = capsys.readouterr().out.splitlines()
     assert len(cut) == 60
     assert whole.endswith(INSTALL)

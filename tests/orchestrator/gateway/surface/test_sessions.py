@@ -13,7 +13,16 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.membership import EASE_IN_REQUESTS
-from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, LIMIT_CODE, SESSIONS, Branch, Trace
+from grpo_orch.policies.serving.wire import (
+    CHAT,
+    HEADER_REQUEST,
+    HEADER_SESSION,
+    LIMIT_CODE,
+    LOST_CODE,
+    SESSIONS,
+    Branch,
+    Trace,
+)
 from tests.rigs.gateway_world import World, events_of
 from tests.stand_ins.fake_vllm import END, FOREVER, VOCABULARY, completion, rendered
 
@@ -453,6 +462,35 @@ async def test_a_stream_is_the_answer_at_once(world: World) -> None:
     told = [{key: value for key, value in call.items() if key != "index"} for call in delta.get("tool_calls", [])]
     assert told == message.get("tool_calls", [])
     assert last["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+async def test_a_trace_in_openenvs_form_has_each_answer_once(world: World) -> None:
+    node = await world.node("a")
+    agent = await Agent(world).open()
+    await agent.turn()
+    fork = list(agent.messages)
+    await agent.turn()
+    await agent.ask([*fork[:-1], {"role": "user", "content": "another question"}])
+    url = f"{SESSIONS}/{agent.name}"
+    found = (await world.http.get(url, params={"form": "openenv"})).json()
+    assert found["schema_version"] == 1
+    assert [one["prompt_token_ids"] for one in found["turns"]] == [asked["prompt"] for asked in node.asked]
+    for one, asked in zip(found["turns"], node.asked, strict=True):
+        tokens, logprobs, _ = completion(asked, asked["prompt"])
+        assert (one["completion_token_ids"], one["per_token_logps"]) == (tokens, logprobs)
+        assert one["loss_mask"] == [0] * len(asked["prompt"]) + [1] * len(tokens)
+    assert len({one["node_id"] for one in found["turns"]}) == 3
+    assert (await world.http.get(url, params={"form": "other"})).status_code == 400
+
+
+async def test_header_names_an_open_session_on_the_usual_path(world: World) -> None:
+    await world.node("a")
+    agent = await Agent(world).open()
+    answer = await world.http.post(CHAT, json={"messages": [USER]}, headers={HEADER_SESSION: agent.name})
+    assert answer.status_code == 200
+    assert len((await agent.trace()).branches) == 1
+    unknown = await world.http.post(CHAT, json={"messages": [USER]}, headers={HEADER_SESSION: "unknown"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, LOST_CODE)
 
 
 @pytest.mark.parametrize(
