@@ -11,7 +11,7 @@ LOCKS := tasks/sky/locks
 # Containers often set it. Here hundreds of processes would compile the same modules, and pytest rewrite the same tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo wheel test test-all test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
+.PHONY: image image-folder check-gpu lock sandbox buildah compiler demo wheel test test-all test-long test-node soak check bench record env node-env openenv-env system-packages pages docs test-packages haproxy sky-image clean $(BENCHES)
 
 env: .venv/.ready
 node-env: .venv-node/.ready
@@ -143,11 +143,13 @@ test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
 	$(WHOLE_RUNS) -m 'whole and not ($(LONG))'
 
-# Everything but the soak. Three runs of pytest: at the end of each, processes wait for the last test.
-test-all: env node-env openenv-env sandbox compiler test-packages
-	$(SIDE_BY_SIDE) -m 'not (whole or soak)'
-	$(MAKE) test-node
-	$(WHOLE_RUNS) -m whole
+# Everything but the soak.
+test-all: test test-long
+
+# What `make test` leaves out.
+test-long: test-node env node-env openenv-env test-packages
+	$(SIDE_BY_SIDE) -m '($(LONG)) and not (whole or soak)'
+	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
 	$(NODE)/$(PYTEST) tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile
