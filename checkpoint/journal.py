@@ -29,14 +29,13 @@ from grpo_orch.checkpoint.store.codec import (
     event_from_plain,
     event_to_plain,
     from_json,
-    retry_torn,
     state_from_plain,
     state_to_plain,
     to_json,
 )
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
-from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store, retry_torn
 from grpo_orch.policies.model.events import ControllerTookOver, Event
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState

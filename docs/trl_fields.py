@@ -99,8 +99,7 @@ ARGUMENTS = (
         "works",
         "`trainer.environment_factory`, the import path of a class, a function or a mapping of them by name, "
         "tried on the first row before rollouts are requested: "
-        "`node/features/test_turns.py::test_a_trainer_killed_between_two_turns_takes_them_from_the_store_"
-        "and_ends_in_the_same_weights`; "
+        "`node/features/test_turns.py::test_trainer_killed_between_turns_ends_in_the_same_weights`; "
         "in several processes: "
         "`node/features/test_turns.py::test_several_processes_ask_for_what_one_asks_for`",
     ),

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from grpo_orch.checkpoint.store.errors import Corrupt, Torn
 from grpo_orch.policies.model.events import EVENT_TYPES, Event
@@ -16,7 +15,7 @@ from grpo_orch.policies.model.state import RunState
 
 # Increase it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state stored with another number is discarded and folded again from the events.
-STATE_SCHEMA = 31
+STATE_SCHEMA = 32
 
 _MAPPINGS = ("nodes", "slots", "kinds", "pools", "reports")  # of a state
 
@@ -25,9 +24,6 @@ _INT_END = 2**64
 _MANY_DIGITS, _DIGITS_AS_ZERO = b"0" * 20, bytes.maketrans(b"123456789", b"0" * 9)
 
 T = TypeVar("T")
-
-# Read a torn object again: the network may have failed, not the store.
-retry_torn = retry(retry=retry_if_exception_type(Torn), stop=stop_after_attempt(3), reraise=True)
 
 
 def to_json(document: object) -> bytes:

@@ -15,12 +15,20 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import structlog
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential_jitter,
+)
 
 from grpo_orch.checkpoint.store.backends import Backend, BytesLike, Entry, Options, one_line
 from grpo_orch.checkpoint.store.backends.files import open_folder
 from grpo_orch.checkpoint.store.backends.obstore_backend import open_obstore
-from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable
+from grpo_orch.checkpoint.store.errors import NotFound, StoreUnavailable, StoreUnusable, Torn
 
 log = structlog.get_logger()
 
@@ -31,6 +39,9 @@ T = TypeVar("T")
 OPTIONS_ENV = "GRPO_ORCH_STORAGE_OPTIONS"  # the options as a JSON object, for daemon and nodes
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 EXPECTED = "expected a URL that starts with " + ", ".join(f"{scheme}://" for scheme in SCHEMES)
+
+# Read a torn object again: the network may have failed, not the store.
+retry_torn = retry(retry=retry_if_exception_type(Torn), stop=stop_after_attempt(3), reraise=True)
 
 
 class Store:

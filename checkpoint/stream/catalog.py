@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.codec import check_schema, from_json, retry_torn, to_json
+from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
 from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, Torn
-from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.checkpoint.store.run_store import Store, retry_torn
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 
 log = structlog.get_logger()

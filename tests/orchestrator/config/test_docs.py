@@ -22,7 +22,11 @@ DOCS = Path(__file__).parents[3] / "docs" / "run-yaml.md"
 
 def test_every_section_has_its_table() -> None:
     tables = re.findall(r"^<!-- keys ?(\S*) -->$", DOCS.read_text(), re.MULTILINE)
-    shown = {_section(path) for path in tables} | {spec.Rehearsal, spec.Rehearsed}  # of another shape in YAML
+    shown = {_section(path) for path in tables} | {
+        spec.Rehearsal,
+        spec.Rehearsed,
+        spec.RehearsedPrices,
+    }  # of another shape in YAML
     assert {cls for cls in vars(spec).values() if dataclasses.is_dataclass(cls)} == shown
 
 
