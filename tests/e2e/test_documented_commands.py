@@ -48,7 +48,6 @@ BEFORE = (
     Step("grpo-orch init --recipe"),
     Step("grpo-orch init --recipe tiny"),
     Step("cd tiny", "grpo-orch validate tiny/run.yaml", "all other commands run in one folder"),
-    Step("grpo-orch init --recipe tiny second"),
     Step("grpo-orch validate"),
     Step("grpo-orch validate run.yaml"),
     Step("grpo-orch plan"),
