@@ -129,7 +129,6 @@ def test_two_policies_are_kept_and_are_the_trainers(finished: Finished, tmp_path
 def test_checkpoints_include_the_detectors_state(finished: Finished, tmp_path: Path) -> None:
     assert finished.rig.stored() == [PolicyVersion(0, 4), PolicyVersion(0, STEPS)]
     stored = finished.rig.restore(PolicyVersion(0, 4), tmp_path / "checkpoint")
-    assert {"torch", "trl", "transformers", "python"} <= stored.meta.keys()
     assert read_detector(tmp_path / "checkpoint").points == 4
     names = {file.name for file in stored.files}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= names
