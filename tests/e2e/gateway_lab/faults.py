@@ -46,16 +46,21 @@ def _engine_killed(node: Node) -> Iterator[None]:
 
 @contextmanager
 def _server_killed(node: Node) -> Iterator[None]:
-    """The agent's next server, on base weights, has the same port, which is the only free one for a listener."""
+    """The agent's next server, on base weights, has the same port, which is the only free one for a listener.
+
+    Linux gives ports of one parity to listeners and those of the other, the first port's, to clients.
+    """
     server, port = node.server(), node.serves_at()
     assert server is not None
     usual = node.port.get("ip_local_port_range")
     with _stopped(node.agent()):
         os.kill(server, signal.SIGKILL)
         until("the port is free", lambda: node.port.free(port))
-        node.port.set("ip_local_port_range", f"{port - 1} {port}")  # of two, one who connects gets the first
+        node.port.set("ip_local_reserved_ports", ",".join(str(other) for other in range(port - 18, port, 2)))
+        node.port.set("ip_local_port_range", f"{port - 19} {port}")
     until("another server", lambda: node.server() not in (None, server))
     node.port.set("ip_local_port_range", usual)
+    node.port.set("ip_local_reserved_ports", "\n")
     assert node.serves_at() == port
     yield
 
