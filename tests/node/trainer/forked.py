@@ -79,5 +79,6 @@ def _run(module: str, env: dict[str, str], log: Path) -> None:
         os.dup2(out, stream)
     os.environ.clear()
     os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # else workers would be children of the tests' server
     sys.argv = [module]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
