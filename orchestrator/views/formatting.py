@@ -307,7 +307,7 @@ def wrap(words: str, width: int, most: int) -> list[str]:
             continue
         if line:
             lines.append(line)
-        *whole, line = chop_cells(word, width)
+        *whole, line = chop_cells(word, width) or [word]  # none of a word without width
         lines += whole
         if len(lines) > most:
             break

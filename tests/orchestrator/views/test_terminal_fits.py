@@ -109,3 +109,8 @@ def test_nothing_moves_the_cursor() -> None:
 
 def test_numbers_do_not_break_at_a_lines_end() -> None:
     assert wrap("it cost 1,234.56 USD in all", 14, 3) == ["it cost", "1,234.56 USD", "in all"]
+
+
+def test_word_without_width_is_wrapped() -> None:
+    """A modifier of skin colour alone has no cells, and its space no room behind a full line."""
+    assert wrap(f"{'x' * 10} \U0001f3fb end", 10, 3) == ["x" * 10, "\U0001f3fb end"]
