@@ -95,7 +95,7 @@ class FolderBackend:
         return of_errno(error.errno, error.strerror or str(error)) if isinstance(error, OSError) else None
 
     def _path(self, key: str) -> Path:
-        if ".." in key.split("/"):
+        if key.startswith("/") or ".." in key.split("/"):
             raise StoreUnusable(f"{key!r} is outside the store {self._url!r}")
         self._has_existed = self._has_existed or self.folder.is_dir()
         return self.folder / key

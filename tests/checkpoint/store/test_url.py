@@ -67,11 +67,13 @@ def test_key_outside_or_unlistable_folder_is_an_error(tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.entries("journal"),
         lambda: store.get("journal/../../other"),
+        lambda: store.put(str(tmp_path / "other"), b"an absolute key"),
     ]
     for call in calls:
         with pytest.raises(StoreUnusable):
             call()
     assert store.entries("nowhere") == []
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
