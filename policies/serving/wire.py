@@ -62,6 +62,7 @@ NODE_IDLE_S = 360
 
 SESSIONS = "/sessions"
 HEADER_SESSION = "X-Session-ID"  # names an open session on the usual path
+HEADER_OPENING = "X-Session-Opening"  # a request for an earlier opening of its session gets LOST_CODE
 HEADER_REQUEST = "X-Request-ID"  # a repeated request with the same ID gets the same turn
 LOST_CODE = "session_not_found"  # error code for a session that is not open
 LIMIT_CODE = "session_limit"  # error code for a request beyond a limit of its session
@@ -277,6 +278,7 @@ class OpenSession:
         turns_max: requests that the agent may make. The next one is refused with LIMIT_CODE.
         tokens_max: tokens of all turns together. A turn that reaches it is cut there; each of several parallel
             turns may use what was left when it was requested.
+        opening: identifies the opening, for requests that arrive late. The same one repeated changes nothing.
     """
 
     policy: PolicyRef
@@ -285,6 +287,7 @@ class OpenSession:
     recovery: Recovery = "continue"
     turns_max: int = TURNS_MAX
     tokens_max: int = 2**31 - 1
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)

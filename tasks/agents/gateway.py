@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 import msgspec
@@ -28,6 +28,7 @@ from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import (
     CHAT,
+    HEADER_OPENING,
     HEADER_REQUEST,
     LOST_CODE,
     SESSIONS,
@@ -84,6 +85,7 @@ class Gateway:
         self._http: aiohttp.ClientSession | None = None
         self._open_since: dict[object, float] = {}  # start time of each open request
         self._refused = 0  # requests that wait for the gateway to return
+        self._openings: dict[str, str] = {}  # of each opened session
         self.moved_s = time.monotonic()
 
     @property
@@ -96,15 +98,20 @@ class Gateway:
         return time.monotonic() - max(self.moved_s, oldest_s, since_s)
 
     async def open(self, session: str, settings: OpenSession) -> None:
-        """Open a session. Raises GenerationFailed, StoreError."""
+        """Open a session. Raises GenerationFailed, StoreError.
+
+        From then on requests of earlier openings get no turn, whoever sent them and however late they arrive.
+        """
+        self._openings[session] = opening = secrets.token_hex(8)
         headers = {str(hdrs.CONTENT_TYPE): "application/json"}
-        answer = await self.request("PUT", f"{SESSIONS}/{session}", to_json(settings), headers)
+        body = to_json(replace(settings, opening=opening))
+        answer = await self.request("PUT", f"{SESSIONS}/{session}", body, headers)
         if answer.status >= 300:
             raise GenerationFailed(f"the gateway answered {answer.status} to a session: {_text(answer)}")
 
     async def trace(self, session: str) -> Trace:
         """Return what the gateway recorded for a session. Raises SessionLost, GenerationFailed, StoreError."""
-        answer = await self.request("GET", f"{SESSIONS}/{session}")
+        answer = await self.request("GET", f"{SESSIONS}/{session}", headers=self.opening_header(session))
         if _is_lost(answer):
             raise SessionLost(session)
         if answer.status != 200:
@@ -119,8 +126,13 @@ class Gateway:
                 raise GenerationFailed(f"the gateway sent a branch of session {session} without all of its tokens")
         return trace
 
+    def opening_header(self, session: str) -> dict[str, str]:
+        """Return the header by which requests name the opening of their session, if this client opened it."""
+        return {HEADER_OPENING: self._openings[session]} if session in self._openings else {}
+
     async def forget(self, session: str) -> None:
         """Have the gateway drop a session that is stored elsewhere. Raises StoreError."""
+        self._openings.pop(session, None)
         await self.request("DELETE", f"{SESSIONS}/{session}")
 
     async def request(
@@ -303,7 +315,7 @@ class Forwarder:
         body = await request.read()  # raises 413 above BODY_BYTES_MAX
         headers = {str(name): request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
         # Without the same name, the gateway takes a retry for another turn.
-        headers[HEADER_REQUEST] = secrets.token_hex(16)
+        headers |= {HEADER_REQUEST: secrets.token_hex(16), **self._gateway.opening_header(session.name)}
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         answering = asyncio.ensure_future(self._answer(session, request.method, path, body, headers))
         try:

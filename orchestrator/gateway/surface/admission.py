@@ -22,7 +22,15 @@ from grpo_orch.orchestrator.gateway.nodes.upstream import RESERVED
 from grpo_orch.orchestrator.gateway.time_slices import TimeSlices
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
-from grpo_orch.policies.serving.wire import Announce, Batch, OpenSession, PolicyRef, PromptLine, Sample
+from grpo_orch.policies.serving.wire import (
+    HEADER_OPENING,
+    Announce,
+    Batch,
+    OpenSession,
+    PolicyRef,
+    PromptLine,
+    Sample,
+)
 
 T = TypeVar("T")
 _batch, _prompt_line = msgspec.json.Decoder(Batch), msgspec.json.Decoder(PromptLine)
@@ -180,6 +188,12 @@ def name_of(field: str, text: str) -> str:
     return text
 
 
+def opening_of(request: web.Request) -> str:
+    """Return which opening of its session a request names, if any. Raises ApiError."""
+    header = request.headers.get(HEADER_OPENING)
+    return "" if header is None else name_of(HEADER_OPENING, header)
+
+
 def check_announce(announcement: Announce) -> None:
     """Raise ApiError for an invalid announcement."""
     name_of("boot_id", announcement.boot_id)
@@ -240,6 +254,8 @@ def check_batch(batch: Batch) -> None:
 def check_session(session: OpenSession) -> None:
     """Raise ApiError for a session that cannot have turns."""
     _check_policy(session.policy)
+    if session.opening:
+        name_of("opening", session.opening)
     _check_sampling(session.sampling)
     try:
         msgspec.msgpack.encode(session.sampling)

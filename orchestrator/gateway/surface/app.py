@@ -203,7 +203,8 @@ class Gateway:
 
     async def _trace(self, request: web.Request) -> web.Response:
         """Return a session's branches; with `?form=openenv`, as OpenEnv's `TrainingTrace`."""
-        trace, form = self.sessions.trace(_session_of(request)), request.query.get("form")
+        trace = self.sessions.trace(_session_of(request), admission.opening_of(request))
+        form = request.query.get("form")
         if form not in (None, "openenv"):
             raise ApiError(400, f"form must be openenv or absent, not {form[:40]!a}")
         return _json(trace if form is None else training_trace(trace))

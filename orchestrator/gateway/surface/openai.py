@@ -110,7 +110,8 @@ class OpenAI:
         openai_request.check_turn(chat)
         header = request.headers.get(HEADER_REQUEST)
         request_name = "" if header is None else admission.name_of(HEADER_REQUEST, header)
-        finished, answer = await self._sessions.request(session, chat, request_name)
+        opening = admission.opening_of(request)
+        finished, answer = await self._sessions.request(session, chat, request_name, opening)
         return _response(ClientRequest([finished.job], chat.parameters, chat), [finished], [answer])
 
     async def _answer(

@@ -221,6 +221,9 @@ class Sessions:
     def open(self, name: str, parameters: OpenSession) -> None:
         """Open a session, or open it again: with the same parameters it keeps its recorded turns."""
         before = self._sessions.get(name)
+        if before is not None and parameters.opening and parameters == before.opened:
+            self._use(before)
+            return
         session = _opened(name, parameters, before)
         if before is not None and before.turns is not session.turns:
             self._end(before)
@@ -238,9 +241,9 @@ class Sessions:
         """Return how many requests of the session's agent are open. Raises ApiError."""
         return self._get(name).running
 
-    def trace(self, name: str) -> Trace:
+    def trace(self, name: str, opening: str = "") -> Trace:
         """Return the turns answered since the session was opened, as branches. Raises ApiError."""
-        session = self._get(name)
+        session = self._get(name, opening)
         turns = session.answered.values()
         parents = {id(turn.parent) for turn in turns}
         included: set[int] = set()
@@ -248,13 +251,15 @@ class Sessions:
         discarded = sum(turn.job.discarded for turn in session.turns.values())
         return Trace(name, session.opened.policy.label, branches, discarded, session.limit)
 
-    async def request(self, name: str, chat: Chat, request_name: str = "") -> tuple[Finished, Answer]:
+    async def request(
+        self, name: str, chat: Chat, request_name: str = "", opening: str = ""
+    ) -> tuple[Finished, Answer]:
         """Return the turn for a chat, made now or recorded before. Raises ApiError, RequestRefused.
 
         The turn continues if its agent disconnects. Then the next request for the same turn gets it, or the next
-        request with the same `request_name`.
+        request with the same `request_name`. With `opening`, only that opening of the session is meant.
         """
-        session = self._get(name)
+        session = self._get(name, opening)
         if session.running >= TURNS_AT_ONCE_MAX:
             raise ApiError(429, f"the session already has {session.running} open requests; wait for their answers")
         session.running += 1
@@ -292,10 +297,13 @@ class Sessions:
         if self._sessions.get(session.name) is not session:
             raise ApiError(404, f"session {session.name} was closed or reopened", code=LOST_CODE)
 
-    def _get(self, name: str) -> _Session:
+    def _get(self, name: str, opening: str = "") -> _Session:
+        """Return a session; with `opening`, only while it is that opening of it. Raises ApiError."""
         session = self._sessions.get(name)
         if session is None:
             raise ApiError(404, f"session {name} is not open", code=LOST_CODE)
+        if opening and opening != session.opened.opening:
+            raise ApiError(404, f"session {name} was reopened", code=LOST_CODE)
         return session
 
     async def _turn(self, session: _Session, chat: Chat, request_name: str) -> _Turn:

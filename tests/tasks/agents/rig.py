@@ -8,14 +8,15 @@ import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.wire import HEADER_REQUEST, Batch, OpenSession, PolicyRef
+from grpo_orch.policies.serving.wire import CHAT, HEADER_OPENING, HEADER_REQUEST, Batch, OpenSession, PolicyRef
 from grpo_orch.policies.tick.snapshot import Trainer
-from grpo_orch.tasks.agents.gateway import Gateway
+from grpo_orch.tasks.agents.gateway import MODELS, Gateway
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner, Limits
 from grpo_orch.tasks.completions.rollout_source import SessionRequest
@@ -55,6 +56,7 @@ class HttpGateway:
         self.store, self.sessions = store, StandInSessions(encode, decode, sample)
         self.asked: list[tuple[str, str]] = []
         self.bodies: list[bytes] = []
+        self.openings: dict[str, str] = {}  # of each session's path
         self.before: Callable[[web.Request], object] = lambda _: None
         self._runner: web.AppRunner | None = None
 
@@ -78,6 +80,11 @@ class HttpGateway:
         body = await request.read()
         self.asked.append((request.method, request.path))
         self.bodies.append(body)
+        if request.method == "PUT":
+            self.openings[request.path] = msgspec.json.decode(body, type=OpenSession).opening
+            assert self.openings[request.path]
+        elif opening := self.openings.get(request.path.removesuffix(CHAT).removesuffix(MODELS)):
+            assert request.method == "DELETE" or request.headers[HEADER_OPENING] == opening
         instead = self.before(request)
         if asyncio.iscoroutine(instead):
             instead = await instead

@@ -10,7 +10,14 @@ import msgspec
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
-from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, LIMIT_CODE, SESSIONS
+from grpo_orch.policies.serving.wire import (
+    CHAT,
+    HEADER_OPENING,
+    HEADER_REQUEST,
+    LIMIT_CODE,
+    LOST_CODE,
+    SESSIONS,
+)
 from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm
@@ -34,6 +41,45 @@ def check_empty(world: World) -> None:
     assert world.members.places.waiting.count == 0
     assert all(row.running == 0 for row in world.members.table.members)
     assert world.session_log.session_names == set()
+
+
+async def test_late_request_of_an_earlier_opening_gets_no_turn(world: World) -> None:
+    """An agent of a trainer that was killed or cut off, whose session another trainer has opened since."""
+    node = await world.node("a")
+    await Agent(world, opening="first").open()
+    agent = await Agent(world, opening="second").open()
+    late = {HEADER_OPENING: "first"}
+    url = f"{SESSIONS}/{agent.name}"
+    for answer in (
+        await world.http.post(url + CHAT, json={"messages": [USER]}, headers=late),
+        await world.http.get(url, headers=late),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, LOST_CODE)
+    assert node.asked == []
+    message = await agent.turn()
+    again = await Agent(world, opening="third").open()
+    assert await again.turn() == message
+    assert len(node.asked) == 1
+
+
+async def test_repeated_opening_changes_nothing(tmp_path: Path) -> None:
+    """A trainer repeats it while the gateway does not answer; the first may arrive last."""
+    async with World(folder=tmp_path) as world:
+        node = await world.node("a")
+        agent = await Agent(world, opening="only").open()
+        await agent.turn()
+        await agent.open()
+        assert len((await agent.trace()).branches) == 1
+    async with World(folder=tmp_path) as world:  # and the next gateway knows it
+        node = await world.node("a")
+        agent.world = world
+        await agent.open()
+        await agent.turn()
+        [branch] = (await agent.trace()).branches
+        assert len(branch.turns) == 2
+        assert len(node.asked) == 1
+        refused = await world.http.put(f"{SESSIONS}/{agent.name}", json={**OPEN, "opening": "no name"})
+        assert refused.status_code == 400
 
 
 @pytest.mark.parametrize("version", ["garbage", "", "0", "0-0-0", "-1-0", "0-0@"])

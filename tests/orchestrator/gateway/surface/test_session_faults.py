@@ -13,7 +13,7 @@ import pytest
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.wire import CHAT, HEADER_REQUEST, SESSIONS
+from grpo_orch.policies.serving.wire import CHAT, HEADER_OPENING, HEADER_REQUEST, SESSIONS
 from tests.budget import HANG_S
 from tests.orchestrator.gateway.surface.test_hostile_sessions import check_empty
 from tests.orchestrator.gateway.surface.test_sessions import TOOL, Agent, check_branch, contents
@@ -30,7 +30,7 @@ class Scripted(Agent):
     """An agent whose conversation is a function of its name. Its requests survive the gateway, by their names."""
 
     def __init__(self, story: Story, name: str, life: int) -> None:
-        super().__init__(story.world, name)
+        super().__init__(story.world, name, opening=f"life-{life}")
         self.story, self.random, self.life = story, Random(name), life
         self.asked = 0
 
@@ -51,7 +51,7 @@ class Scripted(Agent):
 
     async def ask(self, messages: list[dict[str, Any]] | None = None, **more: Any) -> Any:
         self.asked += 1
-        headers = {HEADER_REQUEST: f"{self.life}-{self.asked}"}
+        headers = {HEADER_REQUEST: f"{self.life}-{self.asked}", HEADER_OPENING: f"life-{self.life}"}
         body = {"messages": messages or self.messages, **self.more, **more}
         answer = await self.persist("POST", f"{SESSIONS}/{self.name}{CHAT}", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
