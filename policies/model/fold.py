@@ -56,7 +56,7 @@ from grpo_orch.policies.model.events import (
     TrainerFenced,
     TrainerGenerates,
 )
-from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, check_move
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
 from grpo_orch.policies.model.pools import Pool, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
 from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
@@ -64,6 +64,16 @@ from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class IllegalMove(Exception):
+    """A move that is not in the tables: a bug in a decision, never a user's error."""
+
+
+def check_move(edges: Mapping[tuple[Phase, Phase], str], old: Phase, new: Phase) -> None:
+    """Raise IllegalMove unless the table has the edge."""
+    if (old, new) not in edges:
+        raise IllegalMove(f"{type(new or old).__name__}: {old} -> {new} is not in the table")
 
 
 # Folding many events changes mappings in place instead of copying them each time. A `RunState` is immutable. A

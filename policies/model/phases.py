@@ -1,11 +1,10 @@
-"""The phase tables of nodes, runs and rollbacks: every legal edge with its reason. Any other edge is an error.
+"""The phase tables of nodes, runs and rollbacks: every legal edge with its reason. The fold refuses any other.
 
 `make pages` draws them in docs/phases.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 from grpo_orch.policies.model.vocabulary import NodePhase as N
@@ -83,13 +82,3 @@ LIVE_NODE = frozenset({N.REQUESTED, N.BOOTING, N.SERVING, N.DRAINING})
 FILLING_NODE = LIVE_NODE - {N.DRAINING}  # phases in which the slot needs no other node
 # No trainer trains on the new timeline yet: only a user may begin another rollback.
 UNTRAINED_ROLLBACK = frozenset({S.BEGUN, S.FORKED, S.FENCED})
-
-
-class IllegalMove(Exception):
-    """A move that is not in the tables: a bug in a decision, never a user's error."""
-
-
-def check_move(edges: Mapping[tuple[Phase, Phase], str], old: Phase, new: Phase) -> None:
-    """Raise IllegalMove unless the table has the edge."""
-    if (old, new) not in edges:
-        raise IllegalMove(f"{type(new or old).__name__}: {old} -> {new} is not in the table")

@@ -16,8 +16,8 @@ from grpo_orch.policies.model.events import (
     TimelineResumed,
     TrainerFenced,
 )
-from grpo_orch.policies.model.fold import fold
-from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, IllegalMove, check_move
+from grpo_orch.policies.model.fold import IllegalMove, check_move, fold
+from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 
