@@ -65,7 +65,7 @@ def evaluated(subject: str) -> Document[EvaluationResult]:
 
 
 def write_samples(store: Store, subject: str, samples: Sequence[ScoredSample]) -> None:
-    store.put(layout.samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
+    store.put(layout.evaluated_samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
 
 
 def store_completions(

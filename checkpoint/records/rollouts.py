@@ -1,4 +1,4 @@
-"""The rollout journal: completions and agents' sessions of each generate call, stored before its step is applied.
+"""The completions and sessions of each generate call, stored before its step is applied.
 
 Generation is the expensive part of a step. A restarted trainer reads the completions from here, so that no token
 is paid for twice and the step yields the same weights.

@@ -224,7 +224,7 @@ def evaluated(subject: str) -> str:
     return f"{EVALUATED}/{subject}.json"
 
 
-def samples(subject: str) -> str:
+def evaluated_samples(subject: str) -> str:
     """Return the key of a policy's completions with their prompts and scores, one a line."""
     return f"{EVALUATED}/{subject}.jsonl"
 

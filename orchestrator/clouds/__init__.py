@@ -57,7 +57,7 @@ def open_local(record: RunRecord) -> LocalCloud:
 
 
 def open_skypilot(group: str, withheld: Sequence[str] = ()) -> SkyPilot:
-    """Return a client of SkyPilot for these clusters. Exits if SkyPilot is not installed."""
+    """Return a client of SkyPilot for these clusters. Raises CloudMissing without SkyPilot."""
     _require_skypilot()
     from grpo_orch.orchestrator.clouds.sky.skypilot import SkyPilot
 

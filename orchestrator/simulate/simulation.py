@@ -31,8 +31,8 @@ from grpo_orch.orchestrator.simulate.work import Trips, Work
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.control.decide import decide as production
 from grpo_orch.policies.control.lifecycle import DOWN
-from grpo_orch.policies.control.observed import MACHINE_LOST_S
-from grpo_orch.policies.control.rollback import choose_start, target_before_step
+from grpo_orch.policies.control.node_phases import MACHINE_LOST_S
+from grpo_orch.policies.control.rollback import newest_before, target_before_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.fleet.budget import STOP_WAIT_S, TEARDOWN_S
 from grpo_orch.policies.model.events import RunCreated
@@ -94,7 +94,7 @@ class Safety:
         if state.diverged is not None and not is_for_budget and self._world.spec.policies.kl.action == "rollback":
             before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
             checkpoints = sorted(self._world.work.ever_listed)
-            best = choose_start(checkpoints, state.forks, state.timeline, before_step)
+            best = newest_before(checkpoints, state.forks, state.timeline, before_step)
             self.check(best is None, f"the run pauses without a rollback target, but {best} was suitable")
 
     def check_launch(self, daemon: SimulatedDaemon, order: LaunchOrder) -> None:
@@ -191,7 +191,7 @@ class Safety:
         if trip is None:
             return
         before_step = target_before_step(trip.onset_step, state.rollbacks[:-1])
-        best = choose_start(sorted(checkpoints), state.forks, state.timeline, before_step)
+        best = newest_before(sorted(checkpoints), state.forks, state.timeline, before_step)
         is_early_enough = start is None or start.step < before_step
         self.check(is_early_enough, f"rollback to {start}, which is not before step {before_step}")
         if start is None or best is None:

@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
 from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedCloud, SimulatedMachine
-from grpo_orch.policies.control.rollback import choose_start
+from grpo_orch.policies.control.rollback import newest_before
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.ledger.retention import (
     RetentionRules,
@@ -151,7 +151,7 @@ class Work:
             return False  # it must first write a heartbeat and store the checkpoints in its spool
         forks = documents.read_forks(machine.store)
         checkpoints = [checkpoint.at for checkpoint in machine.catalog.newest().checkpoints]
-        start = choose_start(checkpoints, forks, machine.timeline, None)
+        start = newest_before(checkpoints, forks, machine.timeline, None)
         start_step = start.step if start is not None else 0
         others = [other for other in self._cloud.of(Role.TRAINER) if other is not machine and not other.gone]
         if any(other.notice or other.spool for other in others):

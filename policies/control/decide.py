@@ -7,7 +7,7 @@ the next daemon simply requests again an action that was lost with the last one.
 from __future__ import annotations
 
 from grpo_orch.policies.control.lifecycle import must_end, release_machines, run_lifecycle
-from grpo_orch.policies.control.observed import replace_overdue, update_node_phases
+from grpo_orch.policies.control.node_phases import terminate_overdue, update_node_phases
 from grpo_orch.policies.control.rollback import control_timeline
 from grpo_orch.policies.fleet.budget import Spending
 from grpo_orch.policies.fleet.market import breakers, offers
@@ -64,7 +64,7 @@ def control_fleet(tick: Tick) -> None:
     """Run market, plan and reconcile for a live run; otherwise release all machines."""
     snapshot, spec = tick.snapshot, tick.spec
     if tick.state.phase in LIVE_RUN:
-        replace_overdue(tick)
+        terminate_overdue(tick)
         for event, reason in breakers(tick.state, snapshot, spec):
             tick.emit(event, reason)
         market = offers(tick.state, snapshot, spec)

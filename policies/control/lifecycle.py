@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S, MACHINE_LOST_S
+from grpo_orch.policies.control.node_phases import HEARTBEAT_LOST_S, MACHINE_LOST_S
 from grpo_orch.policies.control.rollback import begin_user_rollback
 from grpo_orch.policies.fleet.budget import BUDGET, STOP_WAIT_S
 from grpo_orch.policies.model import exit_codes

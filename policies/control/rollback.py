@@ -1,7 +1,8 @@
 """Roll the run back: decide when, to which checkpoint and with which changes; then do it in journalled stages.
 
 A stage requests its effect at every tick until the effect is observed. So if a controller dies between any two
-stages, the next controller continues.
+stages, the next controller continues. A rollback after a divergence, for lack of memory or by a user without a
+target goes where `choose_target` says.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def begin_user_rollback(tick: Tick, command: Command) -> None:
     changes = {key: _as_whole(key, value) for key, value in command.changes.items()} or _changes_by_rule(tick)
     if state.phase not in LIVE_RUN:
         tick.move_run(RunPhase.STARTING, "resumed with more steps" if is_finished else "rolled back by hand")
-    _begin(tick, target.start, Cause.USER, changes, "requested by the user")
+    _begin(tick, target.checkpoint, Cause.USER, changes, "requested by the user")
 
 
 def _refuse_by_hand(tick: Tick, reason: str) -> None:
@@ -244,7 +245,7 @@ def answer_divergence(tick: Tick) -> None:
         return
     spent = budget_spent(state.rollbacks, trip.step, policy.budget)
     if spent and policy.action == "rollback":
-        start = None if target.start is None else str(target.start)
+        start = None if target.checkpoint is None else str(target.checkpoint)
         tick.emit(HealthyChosen(start), f"last healthy: {target}")
         tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {spent}; last healthy: {target}")
         return
@@ -252,7 +253,7 @@ def answer_divergence(tick: Tick) -> None:
         tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {TARGET_HINT}")
         return
     reason = f"diverged since step {trip.onset_step}: {trip.evidence[0] if trip.evidence else 'no evidence kept'}"
-    _begin(tick, target.start, Cause.DIVERGED, _changes_by_rule(tick), reason)
+    _begin(tick, target.checkpoint, Cause.DIVERGED, _changes_by_rule(tick), reason)
 
 
 def _is_storing(tick: Tick) -> bool:
@@ -291,7 +292,7 @@ def answer_memory(tick: Tick) -> None:
     if target.missing:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {target.missing}; {TARGET_HINT}")
         return
-    _begin(tick, target.start, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
+    _begin(tick, target.checkpoint, Cause.OUT_OF_MEMORY, changes, "the trainer is out of memory")
 
 
 def _pause_if_damaged(tick: Tick, reason: str) -> None:
@@ -333,7 +334,7 @@ def _reached(tick: Tick) -> int:
     if state.diverged is not None:
         return state.diverged.step
     steps = [beat.step] if beat is not None and beat.timeline == state.timeline else []
-    newest = choose_start(tick.snapshot.store.checkpoints or (), state.forks, state.timeline, None)
+    newest = newest_before(tick.snapshot.store.checkpoints or (), state.forks, state.timeline, None)
     return max([*steps, 0 if newest is None else newest.step])
 
 
@@ -367,16 +368,16 @@ def _effective(tick: Tick) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A rollback's target: a checkpoint, or the run's start (`start` None).
+    """A rollback's target: a checkpoint, or the run's start (`checkpoint` None).
 
     With `missing`, the reason, there is no automatic target.
     """
 
-    start: PolicyVersion | None
+    checkpoint: PolicyVersion | None
     missing: str = ""
 
     def __str__(self) -> str:
-        return self.missing or ("the start" if self.start is None else f"checkpoint {self.start}")
+        return self.missing or ("the start" if self.checkpoint is None else f"checkpoint {self.checkpoint}")
 
 
 def choose_target(
@@ -395,9 +396,9 @@ def choose_target(
     Args:
         ever_stored: whether the store has ever listed a checkpoint, even if it lists none now.
     """
-    start = choose_start(checkpoints, forks, timeline, before_step)
-    if start is not None:
-        return Target(start)
+    checkpoint = newest_before(checkpoints, forks, timeline, before_step)
+    if checkpoint is not None:
+        return Target(checkpoint)
     began_at_start = timeline != 0 and all(isinstance(part, int) for part in lineage(forks, timeline))
     if not (checkpoints or ever_stored) or (began_at_start and before_step is None):
         return Target(None)
@@ -407,7 +408,7 @@ def choose_target(
     return Target(None, f"no checkpoint is from before step {before_step}; the store has {stored}")
 
 
-def choose_start(
+def newest_before(
     checkpoints: Sequence[PolicyVersion], forks: Sequence[Fork], timeline: int, before_step: int | None
 ) -> PolicyVersion | None:
     """Return the newest checkpoint on the lineage of `timeline`, with a step below `before_step` if given.

@@ -131,7 +131,7 @@ class _Planner:
 
     def plan(self) -> Allocation:
         held = self.idle_nodes()
-        released = Allocation(
+        present = Allocation(
             spot=len(self.spot),
             on_demand=len(self.fallback),
             release_reason=self.release_reason if held is not None and held.best.name == RETURN else "",
@@ -139,12 +139,12 @@ class _Planner:
             is_behind=self.is_behind,
         )
         if self.is_parked:
-            return self.parked(replace(released, comparisons=() if held is None else (held,)))
+            return self.parked(replace(present, comparisons=() if held is None else (held,)))
         sized, (on_demand, shortage), idle = self.size(), self.on_demand(), self.idle_trainer()
         size = self.wanted if sized is None or not sized.horizon_s else sized.best.spot
         retries_spot = on_demand >= len(self.fallback) and self.retries_spot()
         return replace(
-            released,
+            present,
             spot=size,
             on_demand=len(self.fallback) - 1 if retries_spot else on_demand,
             size_reason=f"{sized.sentence}; {self.size_reason()}" if sized and size != self.wanted else "",
@@ -453,7 +453,7 @@ class _Planner:
 
     # A parked run.
 
-    def parked(self, kept: Allocation) -> Allocation:
+    def parked(self, present: Allocation) -> Allocation:
         """Plan one rollout node, on spot and on demand in turn where both are allowed.
 
         Plan nothing while the old trainer drains, when the node could not be used. Stop the run if the budget
@@ -463,7 +463,7 @@ class _Planner:
         trainers = [node for node in self.state.nodes.values() if node.role is Role.TRAINER]
         if self.state.live(Role.ROLLOUT) or trainers:
             text = "no rollout node is requested until the machines that are starting or leaving have settled"
-            return replace(kept, parked=f"parked: {text}")
+            return replace(present, parked=f"parked: {text}")
         markets = [self.own_market, *([Market.ON_DEMAND] if self.may_fall_back else [])]
         caps = replace(caps_of(self.state, self.spec), usd_per_h=None)
         prices = [self.market.terms(Role.ROLLOUT, market).usd_per_h for market in markets]
@@ -480,7 +480,7 @@ class _Planner:
         where = " or ".join("on spot" if market is Market.SPOT else "on demand" for market in tried)
         text = f"one rollout node is requested periodically, {where}"
         text += "; the trainer's machine follows once it has started"
-        return replace(kept, spot=int(tries_own), on_demand=int(tries_other), parked=f"parked: {text}")
+        return replace(present, spot=int(tries_own), on_demand=int(tries_other), parked=f"parked: {text}")
 
 
 def _mix_name(spot: int, on_demand: int) -> str:

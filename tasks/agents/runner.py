@@ -1,7 +1,7 @@
 """Run the agents of a generate call concurrently and return the sessions that the gateway recorded.
 
 It replaces the gateway client in `tasks.completions.rollout_source`: it takes a batch of sessions and returns all
-of them. That module decides which sessions are requested, journalled, started ahead and replayed.
+of them. That module decides which sessions are requested, stored, started ahead and replayed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.policies.model.spec import OnBadReward
 from grpo_orch.policies.serving.wire import Batch, Completion, OpenSession, Trace
-from grpo_orch.tasks.agents.gateway import Forwarder, Gateway, OpenedSession, SessionLost
 from grpo_orch.tasks.agents.host import AgentResult
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
+from grpo_orch.tasks.agents.session_client import Forwarder, OpenedSession, SessionClient, SessionLost
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NoNodeServing
 from grpo_orch.tasks.completions.rollout_source import CHECK_INTERVAL_S, Call, RolloutSource, SessionRequest
 from grpo_orch.tasks.rewards.user_calls import BadReward
@@ -64,7 +64,7 @@ class AgentRunner:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: SessionClient,
         host: AgentHost,
         limits: Limits,
         heartbeat: Heartbeat,
@@ -278,7 +278,7 @@ def _is_cut(trace: Trace, tokens_max: int) -> bool:
 
 
 class AgentSource(RolloutSource):
-    """Supplies a step's sessions: from the rollout journal if it has them, else by running agents.
+    """Supplies a step's sessions: from the store if it has them, else by running agents.
 
     Args:
         runner: also serves as the `gateway` of RolloutSource.

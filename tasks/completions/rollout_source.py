@@ -1,4 +1,4 @@
-"""Get a step's completions from the rollout journal or, where it lacks them, from the fleet.
+"""Get a step's completions from the store or, where it lacks them, from the fleet.
 
 Agent sessions (`tasks.agents`) work the same way: each prompt is a dataset row, and each completion a Session.
 
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 CHECK_INTERVAL_S = 0.25  # how often to check whether the trainer must exit, while it waits for a call
 
 
-class Completer(Protocol):
+class CompletionClient(Protocol):
     """A source of completions: the gateway, or the trainer's own model."""
 
     def complete(self, batch: Batch) -> Generated:
@@ -49,7 +49,7 @@ class Completer(Protocol):
         """
 
 
-class BackgroundCompleter(Completer, Protocol):
+class BackgroundClient(CompletionClient, Protocol):
     """A source that can also make completions in the background."""
 
     def complete_in_background(
@@ -99,16 +99,16 @@ class Call:
     def requests(self, run_seed: int) -> list[CompletionRequest]:
         """Return the call's requests, prompt by prompt, each with its own seed."""
         return [
-            self._request(run_seed, number, sample)
-            for number in range(len(self.prompts))
+            self._request(run_seed, prompt_number, sample)
+            for prompt_number in range(len(self.prompts))
             for sample in range(self.samples)
         ]
 
-    def _request(self, run_seed: int, number: int, sample: int) -> CompletionRequest:
-        index, prompt = number * self.samples + sample, self.prompts[number]
-        seed = request_seed(run_seed, self.at.timeline, self.at.step, self.number, number, sample)
+    def _request(self, run_seed: int, prompt_number: int, sample: int) -> CompletionRequest:
+        index, prompt = prompt_number * self.samples + sample, self.prompts[prompt_number]
+        seed = request_seed(run_seed, self.at.timeline, self.at.step, self.number, prompt_number, sample)
         if isinstance(prompt, dict):
-            session = f"{self.at.timeline}-{self.at.step}-{self.number}-{number}-{sample}"
+            session = f"{self.at.timeline}-{self.at.step}-{self.number}-{prompt_number}-{sample}"
             return SessionRequest(index, [], seed, session, prompt)
         return CompletionRequest(index, prompt, seed)
 
@@ -117,8 +117,8 @@ Policies = Callable[[PolicyVersion], PolicyRef]
 
 
 @dataclass(slots=True)
-class _Generated:
-    """A call's completions, from the journal or from the gateway.
+class _CallResult:
+    """A call's completions, from the store or from the gateway.
 
     `took_s` counts from the request, or from the end of the previous call if that is later.
     """
@@ -150,7 +150,7 @@ class _BackgroundCall:
 
     call: Call
     digest: str
-    made: Future[_Generated] = field(default_factory=Future)
+    made: Future[_CallResult] = field(default_factory=Future)
     activity: _Activity = field(default_factory=_Activity)  # shared by all calls of its batch
     storing: threading.Lock = field(default_factory=threading.Lock)
     is_dropped: bool = False
@@ -233,7 +233,7 @@ class _BackgroundBatch:
         completions = [replace(self._found.pop(index), index=index - indices.start) for index in indices]
         rollout = _rollout(begun.call, begun.digest, self._policy, Generated(completions, discarded, wait_s))
         begun.made.set_result(
-            _Generated(
+            _CallResult(
                 rollout,
                 self._store(begun, rollout),
                 took_s=done_at_s - self._began_s,
@@ -245,7 +245,7 @@ class _BackgroundBatch:
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _Foreseen:
     """Evaluation calls of one version that are made together; `first` is the number of the first call."""
 
     version: PolicyVersion
@@ -280,8 +280,8 @@ class RolloutSource:
     """Answer generate calls, each at one policy version.
 
     Args:
-        store: the run's store, for the journal.
-        gateway: completes calls that the journal lacks; `begin` requires a BackgroundCompleter.
+        store: the run's store.
+        gateway: completes calls that the store lacks; `begin` requires a BackgroundClient.
         heartbeat: reports when generation is over.
         costs: charged for each call.
         refused: judges refused prompts.
@@ -295,7 +295,7 @@ class RolloutSource:
     def __init__(
         self,
         store: Store,
-        gateway: Completer,
+        gateway: CompletionClient,
         heartbeat: Heartbeat,
         costs: StepCosts,
         refused: RefusedPrompts,
@@ -319,10 +319,10 @@ class RolloutSource:
         self._at = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
         self._asked_s = 0.0  # duration of the current call's requests that ended in TrainerMustGenerate
-        self._ahead: _Ahead | None = None  # calls that an evaluation will make
+        self._foreseen: _Foreseen | None = None  # calls that an evaluation will make
         self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
         self._done_at_s = 0.0  # when the latest awaited background call finished
-        self._new_at_step: int | None = None  # the first step with a call that the journal lacked
+        self._new_at_step: int | None = None  # the first step with a call that the store lacked
         # Keys of earlier trainers' records; None: not listed yet.
         self._stored: dict[tuple[PolicyVersion, int], list[str]] | None = None
 
@@ -350,23 +350,25 @@ class RolloutSource:
         self._heartbeat.update("training")  # the prompts are tokenized: rollout nodes are worth their cost
         counted = self._next_call(at, training)
         call = Call(at, counted if number is None else number, policy or at, prompts, samples, sampling)
-        ahead = None if training else self._ahead
-        if ahead is not None and ahead.has(at, call.number, prompts, samples):
-            if ahead.made is None:
-                all_prompts = [prompt for call_prompts in ahead.calls for prompt in call_prompts]
-                requests = self._requests_ahead(ahead)
-                ahead.made = self._made(replace(call, prompts=all_prompts), requests, policies, training=False)
-            rollout = ahead.of(call.number)
-            if call.number == ahead.last:
-                self._ahead = None
+        foreseen = None if training else self._foreseen
+        if foreseen is not None and foreseen.has(at, call.number, prompts, samples):
+            if foreseen.made is None:
+                all_prompts = [prompt for call_prompts in foreseen.calls for prompt in call_prompts]
+                requests = self._foreseen_requests(foreseen)
+                foreseen.made = self._complete_call(
+                    replace(call, prompts=all_prompts), requests, policies, training=False
+                )
+            rollout = foreseen.of(call.number)
+            if call.number == foreseen.last:
+                self._foreseen = None
         else:
-            rollout = self._made(call, call.requests(self._run_seed), policies, training=training)
+            rollout = self._complete_call(call, call.requests(self._run_seed), policies, training=training)
         self._calls[training] += 1  # only now: a failed call is retried under the same number
         self._heartbeat.update("training")
         return rollout
 
     def begin(self, calls: Iterable[Call], policies: Policies) -> None:
-        """Start making these calls in the background, except those in the journal; `complete` then takes them.
+        """Start making these calls in the background, except those in the store; `complete` then takes them.
 
         A call that `complete` requests differently is made on demand. `policies` is as for `complete`.
         Raises StoreError and the errors of `policies`.
@@ -376,7 +378,7 @@ class RolloutSource:
             if (call.at, call.number) in self._begun:
                 continue
             begun = _BackgroundCall(call, rollouts.digest_of(call.requests(self._run_seed), call.sampling))
-            if (stored := self._journalled(call, begun.digest)) is not None:
+            if (stored := self._read_stored(call, begun.digest)) is not None:
                 begun.made.set_result(_replayed(stored))
                 self._begun[call.at, call.number] = begun
             else:
@@ -391,8 +393,8 @@ class RolloutSource:
             threading.Thread(target=self._work, args=(together, ref), name=name, daemon=True).start()
 
     @property
-    def _aside(self) -> BackgroundCompleter:
-        return cast(BackgroundCompleter, self._gateway)
+    def _aside(self) -> BackgroundClient:
+        return cast(BackgroundClient, self._gateway)
 
     def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
         """Announce the prompts of a step's next evaluation calls, with `samples` completions per prompt.
@@ -400,32 +402,32 @@ class RolloutSource:
         The first of these calls completes them all, each with the seed that it would have alone. A call with
         other prompts, or in another position, is made on demand.
         """
-        self._ahead = _Ahead(at, self._next_call(at, training=False), calls, samples)
+        self._foreseen = _Foreseen(at, self._next_call(at, training=False), calls, samples)
 
-    def _requests_ahead(self, ahead: _Ahead) -> list[CompletionRequest]:
+    def _foreseen_requests(self, foreseen: _Foreseen) -> list[CompletionRequest]:
         found: list[CompletionRequest] = []
-        for number, prompts in enumerate(ahead.calls, ahead.first):
-            call = Call(ahead.version, number, ahead.version, prompts, ahead.samples, {})
+        for number, prompts in enumerate(foreseen.calls, foreseen.first):
+            call = Call(foreseen.version, number, foreseen.version, prompts, foreseen.samples, {})
             requests = call.requests(self._run_seed)
             found += [replace(request, index=len(found) + request.index) for request in requests]
         return found
 
-    def _made(
+    def _complete_call(
         self, call: Call, requests: list[CompletionRequest], policies: Policies, *, training: bool
     ) -> Rollout:
-        """Return one call's completions, from the journal or made now and stored."""
+        """Return one call's completions, from the store or made now and stored."""
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
         if begun is not None and begun.digest == digest:
             generated = self._awaited(begun, requests, policies)
-        elif (stored := self._journalled(call, digest)) is not None:
+        elif (stored := self._read_stored(call, digest)) is not None:
             generated = _replayed(stored)
         else:
             if begun is not None:
                 begun.drop()
             if training:
                 self._note_new(call)
-            generated = self._generated(call, requests, digest, policies)
+            generated = self._generate(call, requests, digest, policies)
         rollout = generated.rollout
         if training and not generated.is_replayed:
             seconds = max(0.0, generated.took_s - generated.wait_s)
@@ -436,14 +438,14 @@ class RolloutSource:
         self._costs.add(rollout, generated.wait_s, training=training, replayed=generated.is_replayed)
         return rollout
 
-    def _generated(
+    def _generate(
         self,
         call: Call,
         requests: list[CompletionRequest],
         digest: str,
         policies: Policies,
         unserved: NoNodeServing | None = None,
-    ) -> _Generated:
+    ) -> _CallResult:
         """Make the call while the trainer waits, starting from the partial result in `unserved`, if any."""
         began_s = time.monotonic()
         try:
@@ -460,7 +462,7 @@ class RolloutSource:
             self._costs.generated_s += ended_s - began_s
         asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
         rollout, machines = _rollout(call, digest, batch.policy, generated), _machines_of(generated.completions)
-        return _Generated(
+        return _CallResult(
             rollout,
             is_stored=False,
             took_s=asked_s,
@@ -492,7 +494,7 @@ class RolloutSource:
 
     def _awaited(
         self, begun: _BackgroundCall, requests: list[CompletionRequest], policies: Policies
-    ) -> _Generated:
+    ) -> _CallResult:
         """Wait for a background call; make it here if no node serves it. Raises the call's other errors."""
         began_s = looked_s = time.monotonic()
         unserved_s, unserved = 0.0, None
@@ -509,7 +511,7 @@ class RolloutSource:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
         if unserved is not None:
-            return self._generated(begun.call, requests, begun.digest, policies, unserved)
+            return self._generate(begun.call, requests, begun.digest, policies, unserved)
         # Count only the time after the previous call: calls of one batch are made roughly one after the other.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
@@ -539,8 +541,8 @@ class RolloutSource:
             self._calls = {True: 0, False: EVALUATION_CALLS}
         return self._calls[training]
 
-    def _journalled(self, call: Call, digest: str) -> Rollout | None:
-        """Return the journal's record of the call if it is readable and has the same requests.
+    def _read_stored(self, call: Call, digest: str) -> Rollout | None:
+        """Return the stored record of the call if it is readable and has the same requests.
 
         It may come from a policy newer than the call's own.
         """
@@ -564,8 +566,8 @@ class RolloutSource:
         return None
 
 
-def _replayed(stored: Rollout) -> _Generated:
-    return _Generated(stored, is_stored=True, is_replayed=True, wait_s=stored.wait_s)
+def _replayed(stored: Rollout) -> _CallResult:
+    return _CallResult(stored, is_stored=True, is_replayed=True, wait_s=stored.wait_s)
 
 
 def _rollout(call: Call, digest: str, policy: PolicyRef, generated: Generated) -> Rollout:

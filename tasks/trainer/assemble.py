@@ -26,9 +26,9 @@ from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.sizing.training import own_generation_obstacle
 from grpo_orch.policies.weights.adapters import QUANTISED, adapter_obstacle, engine_type
 from grpo_orch.policies.weights.tensors import ServedTypes
-from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
+from grpo_orch.tasks.agents.session_client import SessionClient
 from grpo_orch.tasks.completions.gateway_client import GatewayClient
 from grpo_orch.tasks.completions.node_shortage import NodeShortage
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
@@ -163,7 +163,7 @@ def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
     """Return the agent's runner. The first process imports the agent. Raises BadSpec."""
     memory_bytes = None if agent.memory_gb is None else int(agent.memory_gb * 1e9)
     runner = AgentRunner(
-        Gateway(start.store, start.env.token),
+        SessionClient(start.store, start.env.token),
         AgentHost(agent.run, start.workdir, memory_bytes, agent.python),
         Limits(agent.time_s, agent.turns, agent.tokens or config.max_completion_length),
         start.heartbeat,

@@ -99,5 +99,6 @@ def generated(store: Store) -> list[Rollout]:
 
 def samples(store: Store, subject: str) -> list[ScoredSample]:
     return [
-        msgspec.json.decode(line, type=ScoredSample) for line in store.get(layout.samples(subject)).splitlines()
+        msgspec.json.decode(line, type=ScoredSample)
+        for line in store.get(layout.evaluated_samples(subject)).splitlines()
     ]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from grpo_orch.orchestrator.simulate.work import retain
 from grpo_orch.policies.control.decide import decide, is_done
-from grpo_orch.policies.control.rollback import choose_start
+from grpo_orch.policies.control.rollback import newest_before
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.fleet.budget import spent_usd
@@ -362,7 +362,7 @@ class World:
             return
         first = self.beat is None or (self.beat.node, self.beat.attempt) != (trainer.node, trainer.attempt)
         if first:  # it takes up the newest checkpoint of its line, and knows nothing of the store yet
-            found = choose_start(self.checkpoints, self.forks, timeline, None)
+            found = newest_before(self.checkpoints, self.forks, timeline, None)
             self.steps = 0 if found is None else found.step
         rollouts = any(n.startswith(Role.ROLLOUT) and self._works(m) for n, m in self.machines.items())
         if (rollouts or generates_itself(self.spec)) and self.stops_at_s is None:

@@ -1,4 +1,4 @@
-"""ASGI middleware that guards a rollout node's vLLM server: `--middleware tasks.rollout.vllm.guard.Guard`.
+"""ASGI middleware that guards a rollout node's vLLM server, loaded by vLLM's `--middleware` (`flags.py`).
 
 It accepts a completion only for this boot and the currently loaded policy. A change of weights first aborts all
 running completions, so that no completion mixes two policies, and new weights serve no request until the engine

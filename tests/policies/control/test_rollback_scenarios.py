@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.control.rollback import choose_start, target_before_step
+from grpo_orch.policies.control.rollback import newest_before, target_before_step
 from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackStarted
 from grpo_orch.policies.model.fold import apply
 from grpo_orch.policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
@@ -41,7 +41,7 @@ def check(state: RunState, begun: RollbackStarted, ever: set[PolicyVersion]) -> 
     assert begun.cause is Cause.DIVERGED
     assert state.diverged is not None
     before_step = target_before_step(state.diverged.onset_step, state.rollbacks)
-    ideal = choose_start(sorted(ever), state.forks, state.timeline, before_step)
+    ideal = newest_before(sorted(ever), state.forks, state.timeline, before_step)
     if begun.fork.start is None:
         assert not ever, "never step 0 though there was a checkpoint"
         return
@@ -80,7 +80,7 @@ def test_each_rollback_finds_its_target_after_any_death(
         trip = world.state.diverged
         assert trip is not None
         before_step = target_before_step(trip.onset_step, world.state.rollbacks)
-        assert choose_start(sorted(ever), world.state.forks, world.state.timeline, before_step) is None
+        assert newest_before(sorted(ever), world.state.forks, world.state.timeline, before_step) is None
         assert set(world.checkpoints) <= ever
         assert world.checkpoints, "and all that is there stays"
 

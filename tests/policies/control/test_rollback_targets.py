@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.orchestrator.simulate.work import retain
-from grpo_orch.policies.control.rollback import Target, choose_start, choose_target, target_before_step
+from grpo_orch.policies.control.rollback import Target, choose_target, newest_before, target_before_step
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.state import Rollback
@@ -62,7 +62,7 @@ class Run:
     def crashes(self) -> None:
         """Another machine goes on from the newest checkpoint, without what was in the spool."""
         self.spooled.clear()
-        newest = choose_start(self.listed, self.forks, self.timeline, None)
+        newest = newest_before(self.listed, self.forks, self.timeline, None)
         self.step = 0 if newest is None else newest.step
 
     def goes_back(self, start: PolicyVersion | None, cause: Cause) -> None:
@@ -79,17 +79,17 @@ class Run:
     def ideal(self, onset_step: int) -> PolicyVersion | None:
         """Where it would go if nothing had ever been deleted."""
         before_step = target_before_step(onset_step, self.rollbacks)
-        return choose_start(sorted(self.ever), self.forks, self.timeline, before_step)
+        return newest_before(sorted(self.ever), self.forks, self.timeline, before_step)
 
     def check(self, onset_step: int) -> Target:
         target, ideal = self.target(onset_step), self.ideal(onset_step)
         if ideal is None:
-            assert target.start is None
+            assert target.checkpoint is None
             assert bool(target.missing) == bool(self.ever), "never step 0 though there was a checkpoint"
             return target
-        assert target.start is not None, f"nothing is from before {onset_step}: {self.listed}"
+        assert target.checkpoint is not None, f"nothing is from before {onset_step}: {self.listed}"
         furthest = max(self.step, *(at.step for at in self.ever))
-        assert furthest - target.start.step <= 2 * (furthest - ideal.step), (target, ideal, self.listed)
+        assert furthest - target.checkpoint.step <= 2 * (furthest - ideal.step), (target, ideal, self.listed)
         return target
 
 
@@ -130,9 +130,9 @@ def play(run: Run, what: str, number: int) -> None:
             run.uploads(len(run.spooled))
             target = run.check(max(1, run.step - number))
             if not target.missing:
-                run.goes_back(target.start, Cause.DIVERGED)
+                run.goes_back(target.checkpoint, Cause.DIVERGED)
         case "out of memory":
-            newest = choose_start(run.listed, run.forks, run.timeline, None)
+            newest = newest_before(run.listed, run.forks, run.timeline, None)
             run.goes_back(newest, Cause.OUT_OF_MEMORY)
         case "by hand" if run.listed:
             run.goes_back(run.listed[number % len(run.listed)], Cause.USER)
@@ -155,8 +155,8 @@ def test_checkpoints_for_next_rollback_stay_through_probation() -> None:
     run = Run(10, 1, CheckpointsSpec(keep_last=1))
     run.trains(1000)
     run.uploads(100)
-    start = run.target(700).start
-    before = choose_start(run.listed, (), 0, None if start is None else start.step)
+    start = run.target(700).checkpoint
+    before = newest_before(run.listed, (), 0, None if start is None else start.step)
     left = {at for at in run.listed if start is not None and at > start}
     run.goes_back(start, Cause.DIVERGED)
     run.trains(run.rollbacks[0].probation_until_step - run.step)

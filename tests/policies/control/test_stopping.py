@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.control.observed import HEARTBEAT_LOST_S
+from grpo_orch.policies.control.node_phases import HEARTBEAT_LOST_S
 from grpo_orch.policies.fleet.budget import STOP_WAIT_S
 from grpo_orch.policies.model.events import MachineBought, RunMoved
 from grpo_orch.policies.model.spec import Budget

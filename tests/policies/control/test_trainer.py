@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.control.lifecycle import NOTICE_MAX_S
-from grpo_orch.policies.control.observed import MACHINE_LOST_S
+from grpo_orch.policies.control.node_phases import MACHINE_LOST_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase

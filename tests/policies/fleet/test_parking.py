@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_orch.policies.control.observed import MACHINE_LOST_S
+from grpo_orch.policies.control.node_phases import MACHINE_LOST_S
 from grpo_orch.policies.fleet.plan import IDLE_MIN_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S

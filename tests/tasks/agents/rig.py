@@ -16,9 +16,9 @@ from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import CHAT, HEADER_OPENING, HEADER_REQUEST, Batch, OpenSession, PolicyRef
 from grpo_orch.policies.tick.snapshot import Trainer
-from grpo_orch.tasks.agents.gateway import MODELS, Gateway
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner, Limits
+from grpo_orch.tasks.agents.session_client import MODELS, SessionClient
 from grpo_orch.tasks.completions.rollout_source import SessionRequest
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.stand_ins.stand_in_sessions import StandInSessions
@@ -121,7 +121,7 @@ def runner_of(
     beat = Heartbeat(gateway.store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = make_host(f"rig_agents.{agent}", HERE)
     return AgentRunner(
-        Gateway(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, check_stop
+        SessionClient(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, check_stop
     )
 
 

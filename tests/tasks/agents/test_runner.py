@@ -14,13 +14,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-import grpo_orch.tasks.agents.gateway
 import grpo_orch.tasks.agents.runner
+import grpo_orch.tasks.agents.session_client
 from grpo_orch.checkpoint.records.rollouts import Session
 from grpo_orch.policies.serving.wire import TURNS_AT_ONCE_MAX
-from grpo_orch.tasks.agents.gateway import Forwarder, Gateway
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner
+from grpo_orch.tasks.agents.session_client import Forwarder, SessionClient
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
 from tests.tasks.agents.rig import RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
@@ -161,7 +161,7 @@ async def test_incomplete_request_counts_as_the_agents_time(runners: list[AgentR
 async def test_agent_that_requests_forever_uses_up_its_time(
     runners: list[AgentRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(grpo_orch.tasks.agents.gateway, "WITHOUT_TURN_MAX", 20)
+    monkeypatch.setattr(grpo_orch.tasks.agents.session_client, "WITHOUT_TURN_MAX", 20)
     async with serving(tmp_path) as gateway:
 
         async def slow(_: web.Request) -> None:  # so that one of them is always open
@@ -350,7 +350,7 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             going.set()
             rest = [await task for task in many]
             assert rest.count(200) == TURNS_AT_ONCE_MAX
-            assert await post(b"x" * (grpo_orch.tasks.agents.gateway.BODY_BYTES_MAX + 1)) == 413
+            assert await post(b"x" * (grpo_orch.tasks.agents.session_client.BODY_BYTES_MAX + 1)) == 413
 
 
 async def test_late_answer_keeps_its_client(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ class forwarding:
     """A forwarder to a gateway, and a client of agents."""
 
     def __init__(self, served: HttpGateway, **options: float) -> None:
-        self.gateway = Gateway(served.store, TOKEN, RETRY_S)
+        self.gateway = SessionClient(served.store, TOKEN, RETRY_S)
         self.forwarder = Forwarder(self.gateway, **options)
 
     async def __aenter__(self) -> tuple[Forwarder, aiohttp.ClientSession]:

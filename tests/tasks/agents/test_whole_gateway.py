@@ -12,9 +12,9 @@ from grpo_orch.checkpoint.records.rollouts import Session
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.policies.tick.snapshot import Trainer
-from grpo_orch.tasks.agents.gateway import Gateway
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner, Limits
+from grpo_orch.tasks.agents.session_client import SessionClient
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.rigs.gateway_world import TOKEN, World
 from tests.stand_ins.fake_vllm import END
@@ -26,7 +26,9 @@ ROWS = [{"prompt": f"p{n}"} for n in range(6)]
 def runner_of(store: Store, agent: str, turns: int = 32) -> AgentRunner:
     beat = Heartbeat(store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = AgentHost(f"rig_agents.{agent}", HERE)
-    return AgentRunner(Gateway(store, TOKEN, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None)
+    return AgentRunner(
+        SessionClient(store, TOKEN, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None
+    )
 
 
 def announce(store: Store, world: World) -> None:

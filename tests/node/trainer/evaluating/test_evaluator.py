@@ -82,7 +82,7 @@ def evaluate(rig: Rig, attempt: int = 1) -> tuple[int, str]:
 def found(rig: Rig, subject: str) -> tuple[EvaluationResult, list[ScoredSample]]:
     summary = evaluations.evaluated(subject).read(rig.store)
     assert summary is not None
-    lines = rig.store.get(layout.samples(subject)).splitlines()
+    lines = rig.store.get(layout.evaluated_samples(subject)).splitlines()
     return summary, [msgspec.json.decode(line, type=ScoredSample) for line in lines]
 
 

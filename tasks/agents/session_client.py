@@ -72,7 +72,7 @@ class Answer:
     body: bytes
 
 
-class Gateway:
+class SessionClient:
     """Client of the run's gateway that retries while it is unavailable. Used in one event loop.
 
     Attributes:
@@ -265,7 +265,7 @@ class Forwarder:
         patient_s: how long a client waits without a byte.
     """
 
-    def __init__(self, gateway: Gateway, patient_s: float = KEEPALIVE_S) -> None:
+    def __init__(self, gateway: SessionClient, patient_s: float = KEEPALIVE_S) -> None:
         self._gateway, self._patient_s = gateway, patient_s
         self._sessions: dict[str, OpenedSession] = {}
         self._port = 0

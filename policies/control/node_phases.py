@@ -126,7 +126,8 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
     if node.role is Role.TRAINER:
         beat = snapshot.heartbeat_of(node)
         is_fresh = beat is not None and tick.waited_s(beat.beat_at_s) < HEARTBEAT_FRESH_S
-        return True if is_fresh else None  # a missed heartbeat proves nothing; `lifecycle` allows HEARTBEAT_LOST_S
+        # A missed heartbeat proves nothing: `lifecycle` waits for HEARTBEAT_LOST_S.
+        return True if is_fresh else None
     if snapshot.members is None:
         return None
     if snapshot.is_member(node):
@@ -137,7 +138,7 @@ def _is_working(tick: Tick, node: Node) -> bool | None:
 # Machines whose work does not start in time.
 
 
-def replace_overdue(tick: Tick) -> None:
+def terminate_overdue(tick: Tick) -> None:
     """Terminate machines whose work did not start in time, so that others are requested instead."""
     for node in list(tick.state.nodes.values()):
         if node.phase not in (NodePhase.REQUESTED, NodePhase.BOOTING) or node.attempt_ended_at_s is not None:
