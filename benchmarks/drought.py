@@ -4,7 +4,8 @@
 each run as it is, and beside it with `rollout.own_generation_after_s: null`. It prints each pair and one line of
 JSON: `with_to_without: {trainer: {"steps": ratio, "steps_per_usd": ratio}}`, the median over the seeds.
 
-How much slower a trainer generates than a node is an assumption: `own_slower` of `orchestrator.simulate.cloud`.
+How much slower a trainer generates than a node is an assumption: `own_slower` of
+`orchestrator.simulate.simulated_cloud`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.fleet import FLEET, HOURS, quiet, spec
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import climate
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import Outcome, simulate_hours
 from grpo_orch.policies.model.spec import RolloutSpec
 

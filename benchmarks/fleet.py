@@ -35,7 +35,7 @@ from benchmarks.contest.contenders import CONTENDERS, contenders, steer
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import ORACLE, oracle
 from grpo_orch.orchestrator.clouds.protocol import LaunchOrder
-from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices
+from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, Simulation
 from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.model.state import Node, Slot

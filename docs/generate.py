@@ -39,8 +39,8 @@ from grpo_orch.orchestrator.config.shorthand import TARGETS
 from grpo_orch.orchestrator.config.structure import NOT_IN_FILE, is_required, kind_of, section_of
 from grpo_orch.orchestrator.control.exporter import Exporter, Seen
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
-from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
+from grpo_orch.orchestrator.gateway.surface.gateway_app import Gateway
 from grpo_orch.orchestrator.gateway.surface.metrics import Metrics
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.orchestrator.home import SINKS

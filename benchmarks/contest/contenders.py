@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.contest.spot_hedge import spot_hedge
 from grpo_orch.orchestrator.control.controller import Decide
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, Outcome, on_demand, simulate_hours
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.events import Event, NodeRequested

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, Zone
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import Outcome
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import RunSpec

@@ -45,8 +45,8 @@ from grpo_orch.orchestrator.samples import (
     stored_steps,
     summary_plain,
 )
-from grpo_orch.orchestrator.views import model, screen
 from grpo_orch.orchestrator.views import report as reports
+from grpo_orch.orchestrator.views import screen, view_model
 from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
@@ -84,7 +84,7 @@ def status(
         if output is Output.TEXT:
             console.print(Screen(view, max(HEIGHT, console.height if console.is_terminal else 0)))
         else:
-            print_json(model.to_json(view))
+            print_json(view_model.to_json(view))
         if not watch or view.over:
             return
         time.sleep(FOLLOW_EVERY_S)

@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.options import Stop, errors
 from grpo_orch.orchestrator.clouds import open_controller
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from grpo_orch.orchestrator.clouds.sky.remote import RemoteController
+from grpo_orch.orchestrator.clouds.sky.remote_controller import RemoteController
 from grpo_orch.orchestrator.control.lease import is_held
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.phases import TERMINAL_RUN

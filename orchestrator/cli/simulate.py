@@ -18,9 +18,9 @@ from rich.table import Table
 
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, errors, print_result
 from grpo_orch.orchestrator.config.load import load_spec
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import CLIMATES, InvalidTrace, MarketTrace, climate, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult, run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import (
     HOURS,
     ON_DEMAND,

@@ -46,7 +46,7 @@ from grpo_orch.orchestrator.cli.target import keep_options, open_run, open_store
 from grpo_orch.orchestrator.clouds import open_cloud
 from grpo_orch.orchestrator.clouds.local import node_python
 from grpo_orch.orchestrator.clouds.protocol import Offer
-from grpo_orch.orchestrator.clouds.sky.remote import RemoteController
+from grpo_orch.orchestrator.clouds.sky.remote_controller import RemoteController
 from grpo_orch.orchestrator.config.load import ConfigError, load, load_storage
 from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.control.launcher import AlreadyControlled, start_daemon, start_rehearsal

@@ -12,7 +12,7 @@ from grpo_orch.orchestrator.clouds.local import LocalCloud
 from grpo_orch.orchestrator.clouds.protocol import Cloud
 from grpo_orch.orchestrator.clouds.sky.offers import price_list
 from grpo_orch.orchestrator.clouds.sky.records import PriceList, controller_name, nodes_name
-from grpo_orch.orchestrator.clouds.sky.remote import RemoteController, as_shipped
+from grpo_orch.orchestrator.clouds.sky.remote_controller import RemoteController, as_shipped
 from grpo_orch.orchestrator.clouds.sky.work import places, unused_clouds
 from grpo_orch.orchestrator.home import run_dir
 

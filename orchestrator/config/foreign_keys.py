@@ -16,7 +16,7 @@ from typing import Any
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath, unknown_key
 from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
 from grpo_orch.policies.model.spec import ALTERNATIVES, alternatives_of
-from grpo_orch.policies.weights import disks
+from grpo_orch.policies.weights import disk_sizes
 
 _GATEWAY = "completions come from the gateway"
 _NODE = "set rollout.vllm.{} instead"
@@ -257,8 +257,8 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
         below = (*path, key)
         if findings.is_reported(below):
             continue
-        if key == disks.DISK_SIZE and disks.gb_of(value) is None:
-            findings.add(below, f"{disks.DISK_SIZE_EXPECTED}, got {format_value(value)}")
+        if key == disk_sizes.DISK_SIZE and disk_sizes.gb_of(value) is None:
+            findings.add(below, f"{disk_sizes.DISK_SIZE_EXPECTED}, got {format_value(value)}")
         for index, item in enumerate(value if key in ALTERNATIVES else ()):
             if message := mismatch(item, Kind("dict")):
                 findings.add((*below, index), message)

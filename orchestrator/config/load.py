@@ -27,7 +27,7 @@ from grpo_orch.orchestrator.config.foreign_keys import (
 from grpo_orch.orchestrator.config.model_size import SizeUnknown
 from grpo_orch.orchestrator.config.notices import find_notices
 from grpo_orch.orchestrator.config.problems import ConfigError, Findings, Problem, sort_problems
-from grpo_orch.orchestrator.config.rewards import check_rewards
+from grpo_orch.orchestrator.config.reward_functions import check_rewards
 from grpo_orch.orchestrator.config.rules import (
     check_lengths,
     check_local_gpus,
@@ -49,7 +49,7 @@ from grpo_orch.orchestrator.config.structure import check_structure
 from grpo_orch.orchestrator.config.user_code import check_shadows
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
-from grpo_orch.policies.weights.disks import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
+from grpo_orch.policies.weights.disk_sizes import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
 
 __all__ = ["ConfigError", "Loaded", "Problem", "Storage", "load", "load_spec", "load_storage"]
 

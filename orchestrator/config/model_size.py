@@ -14,7 +14,7 @@ import httpx
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.weights.safetensors import layout_of
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.weights.disks import ModelSize
+from grpo_orch.policies.weights.disk_sizes import ModelSize
 from grpo_orch.policies.weights.tensors import NAMED, WIDTH
 
 

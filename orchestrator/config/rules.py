@@ -25,7 +25,7 @@ from grpo_orch.orchestrator.config.effective import (
 )
 from grpo_orch.orchestrator.config.model_size import config_in, json_in
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
-from grpo_orch.orchestrator.config.rewards import is_model
+from grpo_orch.orchestrator.config.reward_functions import is_model
 from grpo_orch.orchestrator.config.shorthand import TARGETS, target_problem
 from grpo_orch.orchestrator.config.user_code import function_problem
 from grpo_orch.policies.fleet.plan import wanted_slots

@@ -19,8 +19,8 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Revision
 from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudUnavailable
+from grpo_orch.orchestrator.control.current_prices import Prices
 from grpo_orch.orchestrator.control.metrics_watch import MetricsWatch
-from grpo_orch.orchestrator.control.prices import Prices
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.policies.fleet.market import may_fall_back
 from grpo_orch.policies.ledger.rentals import ControllerRental

@@ -34,8 +34,8 @@ from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.gateway.routing.watch import Watch
-from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.routing.member_watch import Watch
+from grpo_orch.orchestrator.gateway.surface.gateway_app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import BACKLOG, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.orchestrator.gateway.surface.status_writer import StatusWriter

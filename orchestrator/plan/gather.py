@@ -60,7 +60,7 @@ from grpo_orch.policies.sizing import speed
 from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import trained_params, training_of
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK
-from grpo_orch.policies.weights.disks import ModelSize, checkpoint_bytes, checkpoint_bytes_each
+from grpo_orch.policies.weights.disk_sizes import ModelSize, checkpoint_bytes, checkpoint_bytes_each
 
 NOWHERE = Location("")
 ESTIMATED = (

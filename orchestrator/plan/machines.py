@@ -24,7 +24,7 @@ from grpo_orch.policies.sizing.shapes import Shape, UnknownShape, shape_of, with
 from grpo_orch.policies.sizing.speed import GPUS, Gpu, Passes, StepWork, gpu_named
 from grpo_orch.policies.sizing.training import batches_per_generation, training_of
 from grpo_orch.policies.weights.adapters import QUANTISED_WORDS
-from grpo_orch.policies.weights.disks import ModelSize
+from grpo_orch.policies.weights.disk_sizes import ModelSize
 
 # Assumed, because the length of prompts depends on the data: about 100 tokens for GSM8K, several hundred for
 # programs with their tests.

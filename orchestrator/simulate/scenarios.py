@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from grpo_orch.orchestrator.simulate.cloud import BRISK, Prices, SimulatedMachine
 from grpo_orch.orchestrator.simulate.market_trace import ZONES, MarketTrace, Zone
+from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, Prices, SimulatedMachine
 from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
 from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.fleet.market import market_of, may_fall_back

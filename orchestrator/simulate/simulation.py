@@ -18,16 +18,23 @@ from grpo_orch.checkpoint.journal import Fenced, Journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.orchestrator.clouds.protocol import Cloud, LaunchOrder
-from grpo_orch.orchestrator.control import prices as pricing
+from grpo_orch.orchestrator.control import current_prices as pricing
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.orchestrator.control.controller import Controller, Decide
 from grpo_orch.orchestrator.control.daemon import renew
 from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import RunClock
-from grpo_orch.orchestrator.simulate.cloud import BRISK, EPOCH_S, Physics, Prices, SimulatedCloud, SimulatedMachine
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, plentiful
+from grpo_orch.orchestrator.simulate.simulated_cloud import (
+    BRISK,
+    EPOCH_S,
+    Physics,
+    Prices,
+    SimulatedCloud,
+    SimulatedMachine,
+)
+from grpo_orch.orchestrator.simulate.simulated_work import Trips, Work
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
-from grpo_orch.orchestrator.simulate.work import Trips, Work
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.control.decide import decide as production
 from grpo_orch.policies.control.lifecycle import DOWN

@@ -20,7 +20,8 @@ from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.orchestrator.views.measurements import newest_weights, state_now
-from grpo_orch.orchestrator.views.model import (
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.view_model import (
     CheckpointView,
     DaemonView,
     DeadlineView,
@@ -32,7 +33,6 @@ from grpo_orch.orchestrator.views.model import (
     UnreadableView,
     health_of,
 )
-from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.policies.costs.steps import shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of

@@ -42,7 +42,7 @@ from grpo_orch.orchestrator.views.measurements import (
     timing_words,
     weights_words,
 )
-from grpo_orch.orchestrator.views.model import (
+from grpo_orch.orchestrator.views.view_model import (
     MoneyView,
     NodeView,
     RunView,

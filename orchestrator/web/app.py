@@ -33,11 +33,11 @@ from grpo_orch.orchestrator.views.formatting import (
     short,
     usd,
 )
-from grpo_orch.orchestrator.views.model import RunView, deadline_words, headline, is_late
 from grpo_orch.orchestrator.views.report import HELD_OUT
+from grpo_orch.orchestrator.views.view_model import RunView, deadline_words, headline, is_late
 from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Observation, Watch
+from grpo_orch.orchestrator.web.run_watch import Observation, Watch
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role

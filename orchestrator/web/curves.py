@@ -26,7 +26,7 @@ from grpo_orch.checkpoint.records.metrics import (
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
 from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
 from grpo_orch.orchestrator.web.pages import states_of
-from grpo_orch.orchestrator.web.watch import Observation
+from grpo_orch.orchestrator.web.run_watch import Observation
 from grpo_orch.policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
 from grpo_orch.policies.ledger.rentals import Life, lives
 from grpo_orch.policies.model.events import FleetMoved

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
-from grpo_orch.orchestrator.web.watch import Observation
+from grpo_orch.orchestrator.web.run_watch import Observation
 
 TEXT_MAX = 200  # characters of a parameter
 

@@ -27,10 +27,10 @@ from grpo_orch.orchestrator.samples import (
 from grpo_orch.orchestrator.views.events import event_json
 from grpo_orch.orchestrator.views.formatting import keep_reasons, start_words
 from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
-from grpo_orch.orchestrator.views.model import to_json
 from grpo_orch.orchestrator.views.report import rollback_reports
+from grpo_orch.orchestrator.views.view_model import to_json
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
-from grpo_orch.orchestrator.web.watch import Observation
+from grpo_orch.orchestrator.web.run_watch import Observation
 from grpo_orch.policies.ledger.rentals import spent_over_time
 from grpo_orch.policies.model.events import BudgetSet, Diverged
 from grpo_orch.policies.model.vocabulary import machine_of

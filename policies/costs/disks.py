@@ -8,7 +8,7 @@ from grpo_orch.policies.costs.list_prices import DISK_GB, clouds_with_disks, dis
 from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
-from grpo_orch.policies.weights.disks import DISK_SIZE, gb_of
+from grpo_orch.policies.weights.disk_sizes import DISK_SIZE, gb_of
 
 ANYWHERE = ("", "*")
 

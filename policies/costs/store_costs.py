@@ -17,7 +17,7 @@ from math import ceil
 from grpo_orch.policies.costs.list_prices import OWN, store_price
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Role
-from grpo_orch.policies.weights.disks import checkpoint_bytes_each
+from grpo_orch.policies.weights.disk_sizes import checkpoint_bytes_each
 
 GB = 10**9
 CHUNK_BYTES = 16 * 2**20  # an object of a policy or a checkpoint

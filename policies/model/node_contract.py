@@ -20,7 +20,7 @@ WORKDIR_ENV = "GRPO_ORCH_WORKDIR"  # a folder on this machine, lost with it
 WORK = {Role.TRAINER: "grpo_orch.tasks.machine.trainer_machine", Role.ROLLOUT: "grpo_orch.tasks.rollout.agent"}
 GATEWAY = "grpo_orch.orchestrator.gateway"  # next to the trainer
 TRAINER = "grpo_orch.tasks.trainer.main"  # started by `WORK[Role.TRAINER]`
-EVALUATOR = "grpo_orch.tasks.evaluating.main"  # instead of the trainer, if the run is an evaluation
+EVALUATOR = "grpo_orch.tasks.evaluating.evaluator"  # instead of the trainer, if the run is an evaluation
 LOCAL_MACHINE = "grpo_orch.tasks.machine.local_machine"  # starts the work on the local cloud
 
 MACHINE = "machine.json"  # in the machine's folder: its newest attempt, as an AttemptRecord

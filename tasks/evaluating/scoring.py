@@ -12,7 +12,7 @@ from grpo_orch.checkpoint.records.evaluations import SCHEMA, EvaluationResult, S
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.evaluation.judging import readability, verdict
 from grpo_orch.policies.model.vocabulary import Evaluation
-from grpo_orch.tasks.evaluating.assemble import Evaluator
+from grpo_orch.tasks.evaluating.assemble_evaluator import Evaluator
 from grpo_orch.tasks.rewards.user_calls import (
     FAULTS,
     BadReward,

@@ -167,5 +167,5 @@ def _start(module: str, name: str, memory_bytes: int) -> subprocess.Popen[bytes]
     env = {key: os.environ[key] for key in ENVIRONMENT if key in os.environ}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     env["PYTHONHASHSEED"] = "0"  # every worker iterates a set in the same order
-    argv = [sys.executable, "-m", "grpo_orch.tasks.rewards.worker", module, name, str(memory_bytes)]
+    argv = [sys.executable, "-m", "grpo_orch.tasks.rewards.reward_worker", module, name, str(memory_bytes)]
     return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

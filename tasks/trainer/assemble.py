@@ -69,8 +69,8 @@ from grpo_orch.tasks.trl import trl_grpo
 from grpo_orch.tasks.trl.fleet_client import FleetClient
 from grpo_orch.tasks.trl.own_generation import OwnGeneration, OwnShare
 from grpo_orch.tasks.trl.parts import agents
+from grpo_orch.tasks.trl.parts.checkpointing import why_not_resumable
 from grpo_orch.tasks.trl.parts.refused import row_of
-from grpo_orch.tasks.trl.parts.saving import why_not_resumable
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, replacements, walk_of
 from grpo_orch.tasks.trl.weights import checkpoint_bytes, plain_model
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead

@@ -1,6 +1,6 @@
 """Loads the tools, environments and rollout function that run.yaml names, and tries them at the first start.
 
-TRL runs the turns themselves (`tasks.trl.parts.turns`).
+TRL runs the turns themselves (`tasks.trl.parts.tool_turns`).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class FleetClient:
         """Return `n` completions of each prompt in TRL's shapes, prompt by prompt.
 
         A refused completion is one end token without a log-probability (`tasks.trl.parts.refused`).
-        NO_PROMPT gets none (`tasks.trl.parts.turns`).
+        NO_PROMPT gets none (`tasks.trl.parts.tool_turns`).
         """
         if features is not None or logprobs != 0:
             raise NotImplementedError(

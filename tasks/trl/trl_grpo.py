@@ -122,13 +122,13 @@ from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl import fast_save
 from grpo_orch.tasks.trl.fleet_client import FleetClient, Instead
 from grpo_orch.tasks.trl.parts.agents import Sessions, rollout_func
-from grpo_orch.tasks.trl.parts.leaving import Departure, random_state_kept
+from grpo_orch.tasks.trl.parts.checkpointing import MemoryState, Place, Saving
+from grpo_orch.tasks.trl.parts.leave_in_time import Departure, random_state_kept
 from grpo_orch.tasks.trl.parts.publishing import Publishing
 from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
 from grpo_orch.tasks.trl.parts.rewards import RewardAccount
 from grpo_orch.tasks.trl.parts.samples import Samples
-from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving
-from grpo_orch.tasks.trl.parts.turns import CommonTurns
+from grpo_orch.tasks.trl.parts.tool_turns import CommonTurns
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
 from grpo_orch.tasks.trl.windows_ahead import evaluation_calls
 

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow
-from grpo_orch.orchestrator.views.model import NodeView, RunView
+from grpo_orch.orchestrator.views.view_model import NodeView, RunView
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.serving.joining import BASE_MODEL, Stage
 

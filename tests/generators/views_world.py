@@ -13,10 +13,10 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.manifest import files_below
-from grpo_orch.orchestrator.views.model import RunView
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import Report, build_report
 from grpo_orch.orchestrator.views.run_view import view_of
+from grpo_orch.orchestrator.views.view_model import RunView
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     Diverged,

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.gateway.__main__ import listen
 from grpo_orch.orchestrator.gateway.job import Finished, Job
-from grpo_orch.orchestrator.gateway.routing.watch import Watch
-from grpo_orch.orchestrator.gateway.surface.app import Gateway
+from grpo_orch.orchestrator.gateway.routing.member_watch import Watch
+from grpo_orch.orchestrator.gateway.surface.gateway_app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
 from grpo_orch.policies.serving.membership import Member

@@ -16,8 +16,8 @@ from random import Random
 import pytest
 
 from benchmarks.contest.markets import MARKETS, market
-from grpo_orch.orchestrator.simulate.cloud import Prices
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import Prices
 from grpo_orch.policies.model.spec import Budget
 from tests.stand_ins.world import spec
 

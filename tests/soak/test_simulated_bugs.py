@@ -16,8 +16,8 @@ from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable
 from grpo_orch.orchestrator.control import actuate
 from grpo_orch.orchestrator.control.actuate import Actuator
 from grpo_orch.orchestrator.control.controller import Controller
-from grpo_orch.orchestrator.simulate import scenarios, work
-from grpo_orch.orchestrator.simulate.cloud import SimulatedCloud
+from grpo_orch.orchestrator.simulate import scenarios, simulated_work
+from grpo_orch.orchestrator.simulate.simulated_cloud import SimulatedCloud
 from grpo_orch.orchestrator.simulate.simulation import InvariantViolated
 from grpo_orch.policies.control import decide as deciding
 from grpo_orch.policies.control import rollback as rollback_begin
@@ -83,7 +83,7 @@ def _retention_keeps_the_newest_alone() -> AbstractContextManager[object]:
     def retire(ones: list[StoredCheckpoint], *_: object) -> tuple[PolicyVersion, ...]:
         return tuple(sorted(one.version for one in ones)[:-1])
 
-    return mock.patch.object(work, "versions_to_retire", retire)
+    return mock.patch.object(simulated_work, "versions_to_retire", retire)
 
 
 def _does_not_look_whether_it_was_replaced() -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from grpo_orch.orchestrator.simulate.work import retain
+from grpo_orch.orchestrator.simulate.simulated_work import retain
 from grpo_orch.policies.control.decide import decide, is_done
 from grpo_orch.policies.control.rollback import newest_before
 from grpo_orch.policies.costs.steps import StepShape

@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.rig.divergence.diverging import SAVE_STEPS
 from benchmarks.rig.divergence.traces import Trace
-from grpo_orch.orchestrator.simulate.work import retain
+from grpo_orch.orchestrator.simulate.simulated_work import retain
 from grpo_orch.policies.detect.divergence import Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.vocabulary import PolicyVersion

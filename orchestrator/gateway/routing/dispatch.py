@@ -14,7 +14,7 @@ from functools import partial
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
 from grpo_orch.orchestrator.gateway.nodes.upstream import Attempt, HandoverReason, NodeFailed
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.routing.places import Place
 from grpo_orch.policies.serving.membership import Load
 from grpo_orch.policies.serving.wire import Handover

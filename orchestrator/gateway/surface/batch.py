@@ -17,7 +17,7 @@ import structlog
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused, WeightsRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import Prompt
 from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     CHUNK_REQUESTS,

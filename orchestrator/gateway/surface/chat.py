@@ -15,7 +15,7 @@ import structlog
 
 from grpo_orch.orchestrator.gateway.job import VLLM_DEFAULT_TOKENS, Finished
 from grpo_orch.orchestrator.gateway.nodes.upstream import RETRYABLE, EngineError, NodeFailed, Token
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.policies.serving.wire import DERENDER, MODEL, RENDER

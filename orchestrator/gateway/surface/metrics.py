@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from grpo_orch.orchestrator.gateway.job import Finished
 from grpo_orch.orchestrator.gateway.nodes.upstream import HandoverReason
 from grpo_orch.orchestrator.gateway.routing.dispatch import Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.policies.serving.gateway_status import MemberStatus, state_of
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

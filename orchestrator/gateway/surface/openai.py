@@ -21,7 +21,7 @@ from aiohttp import hdrs, web
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface import admission, openai_request
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator

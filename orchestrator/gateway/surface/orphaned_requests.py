@@ -19,7 +19,7 @@ import structlog
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.wire import Batch, Handover, labelled_version
 

@@ -54,7 +54,7 @@ def argv_of(
     if pem is not None:
         flags |= {"ssl-keyfile": pem, "ssl-certfile": pem, "ssl-ca-certs": pem}
         flags["ssl-cert-reqs"] = int(ssl.CERT_REQUIRED)
-    return ["-m", "grpo_orch.tasks.rollout.vllm.main", *flags_of(flags)]
+    return ["-m", "grpo_orch.tasks.rollout.vllm.api_server", *flags_of(flags)]
 
 
 def flags_of(flags: dict[str, Any]) -> list[str]:

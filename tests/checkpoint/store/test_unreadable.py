@@ -27,7 +27,7 @@ from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
 from grpo_orch.checkpoint.stream.transfer import Export
 from grpo_orch.orchestrator.control.controller import Controller
 from grpo_orch.orchestrator.control.observe import COMMANDS_EVERY_S, Observer
-from grpo_orch.orchestrator.views.model import to_json as view_json
+from grpo_orch.orchestrator.views.view_model import to_json as view_json
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.fleet.budget import BUDGET
 from grpo_orch.policies.model.events import DocumentUnreadable, HealthyChosen, RunCreated

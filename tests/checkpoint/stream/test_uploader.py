@@ -15,7 +15,7 @@ from grpo_orch.checkpoint.records.documents import write_fork
 from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
 from grpo_orch.checkpoint.stream.spool import Seal
-from grpo_orch.orchestrator.simulate.work import retain
+from grpo_orch.orchestrator.simulate.simulated_work import retain
 from grpo_orch.policies.detect.divergence import Verdict
 from grpo_orch.policies.ledger.retention import keep_before, keep_since
 from grpo_orch.policies.model.spec import CheckpointsSpec

@@ -50,7 +50,7 @@ class Node:
         found = [
             pid
             for pid, line in self._processes()
-            if "grpo_orch.tasks.rollout.vllm.main" in line and "grpo_orch.tasks.machine.process_tree" not in line
+            if ".vllm.api_server" in line and "machine.process_tree" not in line
         ]
         return found[0] if found else None
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from grpo_orch.tasks.trl import fast_save
-from grpo_orch.tasks.trl.parts.saving import catch_up
+from grpo_orch.tasks.trl.parts.checkpointing import catch_up
 from tests.node.ranks.cpu_for_gpu import prepare_backend
 
 STEPS, SAVE_STEPS = 4, 2

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_orch.tasks.trl.parts.saving import catch_up
+from grpo_orch.tasks.trl.parts.checkpointing import catch_up
 
 BETAS = (0.9, 0.999)
 TAKEN = 200

@@ -148,7 +148,7 @@ class Lab:
         servers = [
             pid
             for pid, line in self.processes().items()
-            if "grpo_orch.tasks.rollout.vllm.main" in line and "grpo_orch.tasks.machine.process_tree" not in line
+            if ".vllm.api_server" in line and "machine.process_tree" not in line
         ]
         assert len(servers) == 1
         os.kill(servers[0], signal.SIGKILL)

@@ -160,7 +160,7 @@ def test_sigterm_ends_the_agent_in_good_order_while_vllm_starts(lab: Lab) -> Non
     agent = lab.start("grpo_orch.tasks.rollout.agent")
     until(
         "vLLM's process",
-        lambda: any("grpo_orch.tasks.rollout.vllm.main" in line for line in lab.processes().values()),
+        lambda: any("grpo_orch.tasks.rollout.vllm.api_server" in line for line in lab.processes().values()),
     )
     agent.terminate()
     assert agent.wait(HANG_S) == 0

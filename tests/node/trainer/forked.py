@@ -24,9 +24,9 @@ FORKED = frozenset({TRAINER, EVALUATOR, UPLOADER})
 # Besides these modules: what transformers, TRL and datasets import at the first use.
 IMPORTED = (
     "grpo_orch.tasks.trainer.assemble",
-    "grpo_orch.tasks.evaluating.assemble",
+    "grpo_orch.tasks.evaluating.assemble_evaluator",
     "grpo_orch.tasks.evaluating.scoring",
-    "grpo_orch.tasks.evaluating.main",
+    "grpo_orch.tasks.evaluating.evaluator",
     UPLOADER,
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",

@@ -15,11 +15,11 @@ import torch
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, Prompt
-from grpo_orch.tasks.trl.parts import turns
-from grpo_orch.tasks.trl.parts.leaving import Departure
+from grpo_orch.tasks.trl.parts import tool_turns
+from grpo_orch.tasks.trl.parts.checkpointing import MemoryState, Place, Saving, why_not_resumable
+from grpo_orch.tasks.trl.parts.leave_in_time import Departure
 from grpo_orch.tasks.trl.parts.refused import RefusedCompletions
-from grpo_orch.tasks.trl.parts.saving import MemoryState, Place, Saving, why_not_resumable
-from grpo_orch.tasks.trl.parts.turns import CommonTurns
+from grpo_orch.tasks.trl.parts.tool_turns import CommonTurns
 
 END = 9
 ACCELERATOR = SimpleNamespace(device="cpu", gather=lambda value: value, num_processes=1, is_main_process=True)
@@ -58,7 +58,7 @@ def test_metrics_of_a_batch_without_tokens_are_removed(masked: bool) -> None:
 def test_process_takes_turns_until_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has two prompts in the second turn and one in the third."""
     others, taken = iter([2, 1, 0]), list[list[Prompt]]()
-    monkeypatch.setattr(turns, "gather_object", lambda own: [*own, next(others)])
+    monkeypatch.setattr(tool_turns, "gather_object", lambda own: [*own, next(others)])
     part = CommonTurns(SimpleNamespace(num_processes=2))
 
     def generate(prompts: list[Prompt]) -> Any:

@@ -12,7 +12,7 @@ from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.completions.rollout_source import Call
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.parts.saving import Place
+from grpo_orch.tasks.trl.parts.checkpointing import Place
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, walk_of
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 

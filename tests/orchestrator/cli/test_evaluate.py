@@ -25,7 +25,7 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import Dataset, FleetPolicy, Notify, PoliciesSpec
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Evaluation, PolicyVersion, Subject
-from grpo_orch.tasks.evaluating.main import unpin
+from grpo_orch.tasks.evaluating.evaluator import unpin
 from tests.rigs.command_line import Cli
 from tests.stand_ins.control_plane import Run
 

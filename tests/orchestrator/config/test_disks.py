@@ -19,7 +19,7 @@ from sky.utils import schemas
 from grpo_orch.orchestrator.config.load import Loaded, load
 from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_size
 from grpo_orch.orchestrator.config.problems import ConfigError
-from grpo_orch.policies.weights.disks import ModelSize, gb_of
+from grpo_orch.policies.weights.disk_sizes import ModelSize, gb_of
 from tests.budget import HANG_S
 from tests.generators.config_world import VALID, furnish
 from tests.rigs.store.server import free_port

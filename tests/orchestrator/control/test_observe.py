@@ -14,6 +14,7 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable, Offer
+from grpo_orch.orchestrator.control.current_prices import Prices
 from grpo_orch.orchestrator.control.observe import (
     COMMANDS_EVERY_S,
     FRESH_S,
@@ -22,7 +23,6 @@ from grpo_orch.orchestrator.control.observe import (
     Observer,
     TrainerWatch,
 )
-from grpo_orch.orchestrator.control.prices import Prices
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Diverged
 from grpo_orch.policies.model.pools import PoolOffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable, Offer
-from grpo_orch.orchestrator.control.prices import MAX_FAILURES, Prices
+from grpo_orch.orchestrator.control.current_prices import MAX_FAILURES, Prices
 from grpo_orch.policies.model.pools import PoolOffer
 from grpo_orch.policies.model.vocabulary import Market, Role
 

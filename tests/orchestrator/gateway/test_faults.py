@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from grpo_orch.policies.serving.wire import (
     CUT,

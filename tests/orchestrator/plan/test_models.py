@@ -16,7 +16,7 @@ from grpo_orch.orchestrator.plan.machines import active_params, cached_lookup, f
 from grpo_orch.orchestrator.plan.prices import PriceBook
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
-from grpo_orch.policies.weights.disks import ModelSize
+from grpo_orch.policies.weights.disk_sizes import ModelSize
 from tests.generators.model_configs import CONFIGS, QWEN_3_30B_A3B, put_in_cache
 from tests.orchestrator.plan.recipes import size_of, spec_of
 

@@ -14,7 +14,7 @@ from grpo_orch.orchestrator.views.plan import stored_words
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
-from grpo_orch.policies.weights.disks import ModelSize
+from grpo_orch.policies.weights.disk_sizes import ModelSize
 from tests.generators.model_configs import CONFIGS, QWEN_2_5_7B
 from tests.orchestrator.plan.recipes import spec_of
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.checkpoint import journal
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import Zone, plentiful
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import COARSE, Simulation
 from grpo_orch.orchestrator.simulate.store import SimulatedStore
 from grpo_orch.policies.model.breaker import PROBE_MAX_S

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import market
-from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, Physics
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace
+from grpo_orch.orchestrator.simulate.simulated_cloud import EPOCH_S, Physics
 from grpo_orch.orchestrator.simulate.simulation import COARSE, ON_DEMAND, Simulation
 from grpo_orch.policies.model.reports import DEADLINE
 from grpo_orch.policies.model.spec import FleetPolicy, RunSpec

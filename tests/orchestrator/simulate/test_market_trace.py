@@ -11,9 +11,9 @@ import pytest
 from benchmarks.contest.contenders import CONTENDERS
 from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
-from grpo_orch.orchestrator.simulate.cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, read_trace
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.spec import Budget

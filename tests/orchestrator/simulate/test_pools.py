@@ -13,9 +13,9 @@ from benchmarks.contest.markets import MARKETS, market
 from benchmarks.contest.oracle import oracle
 from benchmarks.contest.spot_hedge import active, next_pool
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
-from grpo_orch.orchestrator.simulate.cloud import BRISK, Physics, Prices, SimulatedCloud
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, Zone
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, Physics, Prices, SimulatedCloud
 from grpo_orch.orchestrator.simulate.store import Objects
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.state import RunState

@@ -11,10 +11,10 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.views import screen as notes
-from grpo_orch.orchestrator.views.model import DeadlineView, HealthView, headline, to_json
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.orchestrator.views.screen import head
+from grpo_orch.orchestrator.views.view_model import DeadlineView, HealthView, headline, to_json
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.events import (
     BuyingResumed,

@@ -13,10 +13,10 @@ from rich.console import Console
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import StepTiming
 from grpo_orch.orchestrator.views import plots
-from grpo_orch.orchestrator.views.model import to_json
 from grpo_orch.orchestrator.views.plots import plot_run
 from grpo_orch.orchestrator.views.report import render
 from grpo_orch.orchestrator.views.screen import Screen
+from grpo_orch.orchestrator.views.view_model import to_json
 from grpo_orch.policies.model.spec import Replicas
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause

@@ -17,9 +17,9 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.formatting import Change
-from grpo_orch.orchestrator.views.model import HealthView
 from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
+from grpo_orch.orchestrator.views.view_model import HealthView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from grpo_orch.orchestrator.views.formatting import MORE, duration, fit, in_lines, plain, short, usd, wrap
-from grpo_orch.orchestrator.views.model import RunView
 from grpo_orch.orchestrator.views.screen import LIVE_PHASES, Screen
+from grpo_orch.orchestrator.views.view_model import RunView
 from tests.generators.run_views import WORDS, reasons, run_views
 
 QUICK = set(Phase) - {Phase.shrink, Phase.explain}  # an example is a whole run: smaller ones take minutes

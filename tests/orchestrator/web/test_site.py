@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from grpo_orch.orchestrator import web as web_page
 from grpo_orch.orchestrator.control.observe import FRESH_S
 from grpo_orch.orchestrator.web.app import HEADERS, PAGES, Site
-from grpo_orch.orchestrator.web.watch import LATEST_S, Watch
+from grpo_orch.orchestrator.web.run_watch import LATEST_S, Watch
 from grpo_orch.policies.model.events import (
     BudgetReached,
     BuyingStopped,

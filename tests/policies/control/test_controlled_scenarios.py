@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.orchestrator.simulate.cloud import BRISK, SimulatedMachine
 from grpo_orch.orchestrator.simulate.scenarios import HOUR_S, OUTAGES_S, run_scenario
+from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, SimulatedMachine
 from grpo_orch.orchestrator.simulate.simulation import DT_S, Simulation
 from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.model.vocabulary import Role

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.orchestrator.simulate.work import retain
+from grpo_orch.orchestrator.simulate.simulated_work import retain
 from grpo_orch.policies.control.rollback import Target, choose_target, newest_before, target_before_step
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec

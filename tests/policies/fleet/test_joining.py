@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from grpo_orch.orchestrator.gateway.routing.members import JOINING_NODES_MAX, JoiningNodes
+from grpo_orch.orchestrator.gateway.routing.gateway_members import JOINING_NODES_MAX, JoiningNodes
 from grpo_orch.policies.model.events import NodeMoved
 from grpo_orch.policies.model.vocabulary import NodePhase, Refusal, Role
 from grpo_orch.policies.serving.joining import (

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_orch.policies.model.spec import CheckpointsSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.model.vocabulary import Role
-from grpo_orch.policies.weights.disks import GB, ModelSize, checkpoint_bytes, disk_gb, disk_parts
+from grpo_orch.policies.weights.disk_sizes import GB, ModelSize, checkpoint_bytes, disk_gb, disk_parts
 
 # Parameters in millions, as their model cards count them.
 SIZES_M = {"0.6B": 596, "7B": 7616, "32B": 32764, "70B": 70554}

@@ -25,7 +25,7 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.node_contract import EVALUATOR
 from grpo_orch.policies.model.spec import Dataset, Replicas
 from grpo_orch.policies.model.vocabulary import BASE, Evaluation, PolicyVersion, Subject
-from grpo_orch.tasks.evaluating.main import run_evaluation
+from grpo_orch.tasks.evaluating.evaluator import run_evaluation
 from grpo_orch.tasks.evaluating.stored_completions import KEEP_S
 from grpo_orch.tasks.machine.leaving import Leaving
 from tests.budget import until

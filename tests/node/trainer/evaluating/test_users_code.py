@@ -17,7 +17,7 @@ from grpo_orch.policies.model.vocabulary import BASE, Evaluation, Subject
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.rewards import readable_by
 from grpo_orch.tasks.completions.gateway_client import Generated
-from grpo_orch.tasks.evaluating.assemble import InPieces
+from grpo_orch.tasks.evaluating.assemble_evaluator import InPieces
 from grpo_orch.tasks.evaluating.scoring import is_cut, readable_by_judge
 from grpo_orch.tasks.rewards.user_calls import BadReward
 from grpo_orch.tasks.trl.trl_grpo import Made

@@ -14,7 +14,7 @@ import pytest
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky.offers import offers_of, resources_in
 from grpo_orch.orchestrator.clouds.sky.records import SkyOffer
-from grpo_orch.orchestrator.clouds.sky.remote import settings_elsewhere
+from grpo_orch.orchestrator.clouds.sky.remote_controller import settings_elsewhere
 from grpo_orch.orchestrator.clouds.sky.work import (
     SETTABLE,
     is_secret,

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from grpo_orch.orchestrator.gateway.job import Finished
-from grpo_orch.orchestrator.gateway.routing import watch
+from grpo_orch.orchestrator.gateway.routing import member_watch
 from grpo_orch.policies.serving.membership import GROUP_LEAD_REQUESTS
 from grpo_orch.policies.serving.sharing import DOUBLING_REQUESTS
 from grpo_orch.policies.serving.wire import PolicyRef
@@ -84,7 +84,7 @@ async def test_late_member_takes_jobs_from_others_without_loss(world: World) -> 
         assert (got.token_ids, got.logprobs, got.finish_reason) == undisturbed(one)
     assert world.ledger.handovers_by_reason.keys() == {"rebalanced"}
     assert world.ledger.handovers >= PER_NODE - 5
-    assert max(one.rebalances for one in jobs) <= watch.REBALANCES_MAX
+    assert max(one.rebalances for one in jobs) <= member_watch.REBALANCES_MAX
     assert (world.ledger.discarded, world.ledger.saved > 0) == (0, True)
 
 

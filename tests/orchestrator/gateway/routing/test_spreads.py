@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo_orch.orchestrator.gateway.routing.members import VERSIONS_KEPT, VersionSpreads
+from grpo_orch.orchestrator.gateway.routing.gateway_members import VERSIONS_KEPT, VersionSpreads
 from grpo_orch.policies.serving.gateway_status import VersionSpread
 from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.wire import Announce, PolicyStages

@@ -12,7 +12,7 @@ import msgspec
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import Prompt
 from grpo_orch.orchestrator.gateway.surface.batch import BatchRun
 from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (

@@ -14,7 +14,7 @@ from grpo_orch.checkpoint.security.redaction import NAMES_ENV
 from grpo_orch.checkpoint.security.vouched import UntrustedRun
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from grpo_orch.orchestrator.clouds.sky.remote import FOLDER_ENV, RemoteController, as_shipped
+from grpo_orch.orchestrator.clouds.sky.remote_controller import FOLDER_ENV, RemoteController, as_shipped
 from grpo_orch.orchestrator.home import DIGEST_ENV, run_digest, save_run_digest
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Refusal

@@ -1,4 +1,4 @@
-"""The evaluator, which replaces the trainer in an evaluation run: `python -m grpo_orch.tasks.evaluating.main`.
+"""The evaluator, which replaces the trainer in an evaluation run.
 
 For each policy of the evaluated run, it loads the policy, publishes it as a trainer does, sends all prompts in one
 batch, scores the completions and stores the results. Then the run is finished and its machines are released. The
@@ -100,7 +100,7 @@ def _evaluate_each(
     heartbeat: Heartbeat,
     leaving: Leaving,
 ) -> None:
-    from grpo_orch.tasks.evaluating.assemble import assemble_evaluator
+    from grpo_orch.tasks.evaluating.assemble_evaluator import assemble_evaluator
     from grpo_orch.tasks.evaluating.scoring import evaluate, refuse_other_rows
     from grpo_orch.tasks.storing.restoring import restore_weights
     from grpo_orch.tasks.storing.step_costs import StepCosts

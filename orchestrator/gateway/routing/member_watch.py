@@ -11,7 +11,7 @@ from statistics import median
 
 from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
 from grpo_orch.orchestrator.gateway.nodes.upstream import PROBE_S, Attempt, HandoverReason, Link, NodeFailed
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.sharing import MemberLoad, Movable, balance_requests, tokens_left
 from grpo_orch.policies.serving.silence_limits import LIMIT_MAX_S

@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
-from grpo_orch.orchestrator.simulate.cloud import EPOCH_S, SimulatedCloud, SimulatedMachine
+from grpo_orch.orchestrator.simulate.simulated_cloud import EPOCH_S, SimulatedCloud, SimulatedMachine
 from grpo_orch.policies.control.rollback import newest_before
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.ledger.retention import (

@@ -19,9 +19,9 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
-from grpo_orch.orchestrator.views.model import RunView
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import RunObserver
+from grpo_orch.orchestrator.views.view_model import RunView
 from grpo_orch.policies.model.events import Event
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 

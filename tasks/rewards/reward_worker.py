@@ -1,6 +1,6 @@
 """Worker process that scores samples from stdin.
 
-`python -m grpo_orch.tasks.rewards.worker MODULE FUNCTION MEMORY_BYTES`
+`python -m grpo_orch.tasks.rewards.reward_worker MODULE FUNCTION MEMORY_BYTES`
 
 `grpo_orch.rewards.in_workers` starts it without the trainer's secrets in its environment.
 """

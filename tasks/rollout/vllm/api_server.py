@@ -1,4 +1,4 @@
-"""Start vLLM's server with fewer garbage collections: `python -m grpo_orch.tasks.rollout.vllm.main FLAG...`.
+"""Start vLLM's server with fewer garbage collections: `python -m grpo_orch.tasks.rollout.vllm.api_server FLAG...`.
 
 It runs the same code as `python -m vllm.entrypoints.openai.api_server`. During vLLM's imports Python's collector
 repeatedly scans objects that stay, which takes a fifth of the CPU time. The engine's process imports the main

@@ -16,7 +16,7 @@ from aiohttp import hdrs, web
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.orchestrator.gateway.job import QueueFull, RequestRefused
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
-from grpo_orch.orchestrator.gateway.routing.members import Members
+from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.batch import BatchRun

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.step_costs import StepCosts
-from grpo_orch.tasks.trl.parts.saving import Place, Saving
+from grpo_orch.tasks.trl.parts.checkpointing import Place, Saving
 
 
 @dataclass(frozen=True, slots=True)
