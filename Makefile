@@ -137,7 +137,8 @@ PYTEST := python -m pytest --durations=12 -o faulthandler_timeout=1500 -o faulth
 	--max-worker-restart=0
 LONG := slow or ceph or root
 SIDE_BY_SIDE := $(BIN)/$(PYTEST) tests --numprocesses $$(($$(nproc) + 2)) --dist loadgroup
-WHOLE_RUNS := $(BIN)/$(PYTEST) tests/e2e --numprocesses 2 --dist loadfile
+BY_FILE := --dist loadfile --no-loadscope-reorder# in the order of tests/conftest.py
+WHOLE_RUNS := $(BIN)/$(PYTEST) tests/e2e --numprocesses 2 $(BY_FILE)
 
 test: env node-env sandbox
 	$(SIDE_BY_SIDE) -m 'not (whole or soak or $(LONG))'
@@ -152,7 +153,7 @@ test-long: test-node env node-env openenv-env test-packages
 	$(WHOLE_RUNS) -m 'whole and ($(LONG))'
 
 test-node: node-env compiler sandbox
-	$(NODE)/$(PYTEST) tests/node --numprocesses $$(($$(nproc) + 1)) --dist loadfile
+	$(NODE)/$(PYTEST) tests/node --numprocesses $$(($$(nproc) + 1)) $(BY_FILE)
 
 # DeepSpeed compiles some of its modules when they are first used.
 compiler:

@@ -42,11 +42,24 @@ collect_ignore = [] if find_spec("torch") else ["node"]
 # In CI a test that is skipped for anything else has failed: there, whatever tests need is installed.
 HONEST_REASONS = ("this machine has a GPU", "vLLM's CPU build alone needs libnuma")
 ROOT_FIXTURES = {"sky_image", "small_memory", "small_disk"}
+# Files with minutes of tests, the longest first: what begins last would keep one core, with the other idle.
+LONG_FILES = (
+    "tests/e2e/test_sky.py",
+    "tests/e2e/test_training.py",
+    "tests/e2e/test_agents.py",
+    "tests/e2e/test_evaluation.py",
+    "tests/node/ranks/test_divided_resume.py",
+    "tests/node/test_check_gpu.py",
+    "tests/node/ranks/test_killed.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs Ceph, whose daemons take a gigabyte and are shared in one process, and what needs root."""
+    """Mark what needs Ceph, whose daemons take a gigabyte and are shared in one process, and what needs root.
+
+    Long files come first.
+    """
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "ceph_users" in fixtures or "ceph" in item.name:
@@ -54,6 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ceph"))
         if fixtures & ROOT_FIXTURES:
             item.add_marker(pytest.mark.root)
+    order = {file: place for place, file in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 
 
 @pytest.hookimpl(trylast=True)  # once there is a terminal

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.conftest import LONG_FILES
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -112,3 +114,7 @@ def test_test_names_have_at_most_60_characters() -> None:
     assert len(names) > 1000
     long = [name for name in names if len(name) > 60]
     assert long == []
+
+
+def test_files_that_run_first_exist() -> None:
+    assert [file for file in LONG_FILES if not (ROOT / file).is_file()] == []
