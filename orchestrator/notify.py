@@ -95,7 +95,7 @@ def _message_of(event: Event) -> tuple[str, str] | None:
         case CapacityShortage():
             return "no_capacity", f"is waiting for machines: {event.reason}"
         case DeadlineMissed():
-            return "deadline_missed", f"is at step {event.step} of {event.steps} and will miss its deadline"
+            return "deadline_missed", f"is at step {event.step} of {event.steps} and misses its deadline"
         case BudgetNeared():
             return "budget_neared", f"has spent {event.spent_usd:.2f} of its {event.usd:.2f} USD"
         case BudgetReached():

@@ -44,7 +44,7 @@ def node_env(yes: Yes = False) -> None:
 
 
 def demo(
-    folder: Annotated[Path, typer.Argument(help="Folder to write. That of an earlier demo is used again.")] = Path(
+    folder: Annotated[Path, typer.Argument(help="Folder to write. An earlier demo in it is deleted.")] = Path(
         "grpo-orch-demo"
     ),
     yes: Yes = False,

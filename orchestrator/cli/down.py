@@ -142,7 +142,7 @@ def _print_end(store: Store, record: RunRecord, output: Output) -> None:
     if output is Output.JSON:
         print_json(result)
         return
-    console.print(f"{record.spec.name} is {state.phase}; all its machines are returned.")
+    console.print(f"{record.spec.name}: {state.phase}; all its machines are returned.")
     if state.phase is RunPhase.FINISHED:
         return
     if beat is not None and (lost := beat.step - (beat.stored_step or 0)) > 0:

@@ -55,7 +55,7 @@ def drain(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> No
 
 @app.command()
 def remove(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> None:
-    """Remove the node immediately: its requests continue elsewhere, and this machine cannot rejoin."""
+    """Remove the node immediately: its requests continue elsewhere, and its machine cannot rejoin."""
     store, record = open_run(target)
     with _Gateway(store, record.run_id) as gateway:
         running = gateway.running_on(node)

@@ -82,7 +82,7 @@ def init(
 ) -> None:
     """Write a commented run.yaml, or the folder of a recipe.
 
-    run.schema.json, next to it, is for editors: they complete and check the keys of run.yaml with it.
+    Editors complete and check its keys with run.schema.json, which is written next to it.
     """
     if name is not None and (problem := name_problem(name)):
         raise Stop(f"--name: {problem}")
@@ -138,7 +138,7 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None, output: Out
 
 
 def schema() -> None:
-    """Print the JSON Schema of run.yaml, with which editors complete and check its keys.
+    """Print the JSON Schema of run.yaml, so that editors can complete and check its keys.
 
     `init` writes it to run.schema.json. To renew that file after an upgrade, redirect this output to it.
     """

@@ -290,7 +290,7 @@ def check_notify_urls(spec: RunSpec, terminal: Console) -> None:
     urls = notify_urls(spec, os.environ)
     for name in spec.notify.url_env:
         if name not in urls:
-            terminal.print(f"{name} is not set: notifications will not be sent to it")
+            terminal.print(f"{name} is not set: export it to get its notifications")
         elif not is_service_url(urls[name]):
             raise Stop(f"{name}: {EXPECTED_SERVICE_URL}")
 

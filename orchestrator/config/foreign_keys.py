@@ -45,7 +45,7 @@ REFUSED_GRPO = {
     "save_strategy": "checkpoints are saved by steps; set save_steps",
     "save_only_model": "such a checkpoint cannot be resumed",
     "save_total_limit": "set checkpoints.keep_last instead, which limits the checkpoints in the store",
-    "load_best_model_at_end": "no checkpoints are kept on the machine; see `checkpoints` for which are kept",
+    "load_best_model_at_end": "checkpoints are kept only in the store; see `checkpoints` for which",
     "metric_for_best_model": _NO_BEST,
     "greater_is_better": _NO_BEST,
     "enable_jit_checkpoint": "a run saves automatically before its machine is preempted",

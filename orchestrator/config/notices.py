@@ -65,7 +65,7 @@ def _note_detection_delay(spec: RunSpec, findings: Findings) -> None:
     loses_checkpoints = steps > CHECKPOINTS_LOST_MAX * save_steps
     if logging_steps == 1 and not loses_checkpoints:
         return
-    message = f"a divergence trips about {TYPICAL_DELAY_POINTS} logged points after its first bad update"
+    message = f"a divergence is detected about {TYPICAL_DELAY_POINTS} logged points after it begins"
     lost = f" or {steps // save_steps} checkpoints, which a rollback discards" if loses_checkpoints else ""
     fix = "; lower logging_steps to lose less" if logging_steps > 1 else ""
     findings.notice(("grpo", "logging_steps"), f"{message}, here {steps} steps{lost}{fix}")
@@ -99,7 +99,7 @@ def _note_own_generation(spec: RunSpec, findings: Findings) -> None:
     if why and after_s != getattr(RolloutSpec(), key):
         findings.notice(("rollout", key), f"not used: {why}")
     elif not why and after_s >= spec.rollout.deadline_s:
-        message = f"without nodes, a request fails before the trainer starts to generate ({key}: {after_s:g})"
+        message = f"without nodes, requests fail before the trainer generates; raise it above {key} ({after_s:g})"
         findings.notice(("rollout", "deadline_s"), message)
 
 
@@ -126,8 +126,8 @@ def _note_deadline(spec: RunSpec, findings: Findings) -> None:
     if spec.policies.fleet.deadline is None:
         return
     if grpo_value(spec.grpo, "max_steps") <= 0:
-        why = "without grpo.max_steps the number of steps is unknown until the trainer has read its data"
-        findings.notice(DEADLINE, f"cannot be planned before the run trains, and may be missed: {why}")
+        why = "the number of steps is unknown until the trainer has read its data; set grpo.max_steps"
+        findings.notice(DEADLINE, f"cannot be planned before the run trains: {why}")
     if generates_itself(spec):
         findings.notice(DEADLINE, "buying more nodes cannot help: with replicas: 0 there are no rollout nodes")
     elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec):

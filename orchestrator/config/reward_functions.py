@@ -39,7 +39,7 @@ class Call:
                 others = f"columns {', '.join(columns.names)}" if columns.names else "only the column prompt"
                 suggestion = did_you_mean(name, columns.names)
                 expected = "expected a column, a default, or a value in trainer.reward_args"
-                return f"is not passed by TRL, and {key} has {others}; {expected}{suggestion}"
+                return f"comes neither from TRL nor from {key} ({others}); {expected}{suggestion}"
         return ""
 
 

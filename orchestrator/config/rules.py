@@ -501,7 +501,7 @@ def _check_streaming(run: EffectiveRun, findings: Findings) -> None:
         return
     for path, dataset in each_dataset(run.at("trainer") or {}):
         if dataset.get("streaming"):
-            message = "the run reads only the rows it needs, and num_train_epochs does not say how many"
+            message = "the length of a stream is unknown, so num_train_epochs cannot end the run"
             findings.add((*path, "streaming"), f"{message}; set grpo.max_steps")
 
 

@@ -82,7 +82,7 @@ def sentence(event: Event) -> str:
             return _late(event)
         case events.BudgetReached():
             action = "stop all machines" if event.at == "down" else event.at
-            return f"The budget is reached, the run will {action}: {event.reason}"
+            return f"The budget is reached; the run will {action}: {event.reason}"
         case events.JobExited():
             why = f": {event.reason}" if event.reason else ""
             ended = f"{event.node} {_end_words(event.exit_code)} at step {event.step}"
@@ -150,11 +150,11 @@ def _end_words(exit_code: int) -> str:
 # The events whose sentences need only their fields.
 _SENTENCES: Mapping[type[Event], str] = {
     events.RunCreated: "Run {e.name} was created",
-    events.ControllerTookOver: "Controller {e.host}/{e.pid} took over the run: {e.reason}",
+    events.ControllerTookOver: "The daemon {e.host}/{e.pid} took over the run: {e.reason}",
     events.RebalanceRecommended: "{e.node} received a rebalance recommendation: {e.reason}",
     events.BuyingStopped: "Buying stopped for {e.kind}, except for an occasional test machine: {e.reason}",
     events.BuyingResumed: "Buying resumed for {e.kind}",
-    events.FleetSized: "The fleet should have {e.nodes} rollout nodes instead of {e.before}: {e.reason}",
+    events.FleetSized: "The target is {e.nodes} rollout nodes instead of {e.before}: {e.reason}",
     events.CapacityShortage: "The run is waiting for machines: {e.reason}",
     events.BudgetRefused: "No more {e.role} machines are bought: {e.reason}",
     events.BudgetNeared: "80 % of the budget is spent: {e.spent_usd:.2f} of {e.usd:.2f} USD",

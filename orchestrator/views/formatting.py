@@ -188,7 +188,7 @@ def discarded_words(steps: int, tokens: int, windows: int, window_tokens: int) -
     if not windows:
         return lost
     many = "1 window" if windows == 1 else f"{windows} windows"
-    return f"{lost}, {window_tokens:,} of them in {many} that no logged step was trained on"
+    return f"{lost}, {window_tokens:,} of the tokens in {many} that no logged step used"
 
 
 def changes_of(fork: Fork, before: Fork | None, grpo: Mapping[str, object]) -> dict[str, Change]:
@@ -242,7 +242,7 @@ def continue_command(phase: RunPhase, reason: str, store: str) -> str:
         case RunPhase.PAUSED:
             return f"continue with: grpo-orch rollback {quote(store)}"
         case RunPhase.GAVE_UP:
-            return f"change a setting and continue with: grpo-orch rollback {quote(store)}"
+            return f"continue with: grpo-orch rollback --set KEY=NUMBER {quote(store)}"
         case _:
             return ""
 

@@ -121,9 +121,9 @@ def newest_weights(rows: Sequence[MetricsRow], versions: Sequence[VersionSpread]
 
 
 def weights_words(view: WeightsView) -> str:
-    """Return `1.2 GiB in 3.1 s (2.0 % of whole); all ready in 4.2 to 5.0 s`."""
+    """Return `1.2 GiB in 3.1 s (2.0 % of total); all ready in 4.2 to 5.0 s`."""
     share = view.sent_bytes / view.weights_bytes if view.weights_bytes else 1.0
-    sent = f"{data_size(round(view.sent_bytes))} in {view.publish_s:.1f} s ({share:.1%} of whole)".replace(
+    sent = f"{data_size(round(view.sent_bytes))} in {view.publish_s:.1f} s ({share:.1%} of total)".replace(
         "%", " %"
     )
     if view.first_ready_s is None or view.last_ready_s is None:

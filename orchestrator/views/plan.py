@@ -168,7 +168,7 @@ def _node_words(nodes: NodesPlan, rollout: MachinePlan) -> str:
     exact = (
         ""
         if nodes.exact is None
-        else f" (n* = {short(nodes.exact)}, of {rollout.min_nodes} to {rollout.max_nodes})"
+        else f" (ideal {short(nodes.exact)}, of {rollout.min_nodes} to {rollout.max_nodes})"
     )
     shown = nodes.steps[:NODES_SHOWN]
     steps = ", ".join(f"{count}: {duration(step_s)}{_dollars(cost)}" for count, step_s, cost in shown)
@@ -181,8 +181,8 @@ def _dollars(cost: float | None) -> str:
 
 
 def _sync_words(sync: SyncPlan) -> str:
-    """Return `delta, 2.2 GB (1.1 % of the weights), estimated: 3.8 s at 10 Gbit, 1.9 s at 25 Gbit, ...`."""
-    times = ", ".join(f"{seconds_words(sync.seconds[link])} at {link} Gbit" for link in sorted(sync.seconds))
+    """Return `delta, 2.2 GB (1.1 % of the weights), estimated: 3.8 s at 10 Gb/s, 1.9 s at 25 Gb/s, ...`."""
+    times = ", ".join(f"{seconds_words(sync.seconds[link])} at {link} Gb/s" for link in sorted(sync.seconds))
     size = f"{short(sync.size_bytes / GB)} GB ({_percent(sync.share)} of the weights)"
     return f"{sync.form}, {size}, {sync.source}: {times}"
 

@@ -151,7 +151,7 @@ def _facts(view: RunView) -> list[tuple[str, str, str]]:
     rate = usd(sum(node.price_usd_per_h for node in view.nodes if node.phase in LIVE_PHASES))
     return [
         ("checkpoint", saved, "yellow" if view.store_slow else ""),
-        ("controller", plain(controller), "" if daemon.alive else missing_style),
+        ("daemon", plain(controller), "" if daemon.alive else missing_style),
         ("price", f"{rate} an hour", ""),
     ]
 

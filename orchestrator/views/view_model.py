@@ -206,7 +206,7 @@ def headline(view: RunView) -> str:
     if view.phase is RunPhase.STOPPING:
         return view.reason
     if not view.daemon.alive:
-        return f"no controller; run: grpo-orch resume {quote(view.store)}"
+        return f"no daemon; run: grpo-orch resume {quote(view.store)}"
     if view.rollback is not None and view.rollback.stage is not RollbackStage.PROBATION:
         return f"rolling back to {start_words(view.rollback.start)}"
     if view.parked_s is not None:

@@ -109,9 +109,9 @@ def _machine_present(tick: Tick, node: Node, machine: Machine) -> None:
         return  # between two attempts: a heartbeat that is still fresh is the ended one's
     is_working = _is_working(tick, node)
     if node.phase is NodePhase.BOOTING and is_working is True:
-        tick.move(node, NodePhase.SERVING, "in the membership" if node.role is Role.ROLLOUT else "heartbeat")
+        tick.move(node, NodePhase.SERVING, "joined the gateway" if node.role is Role.ROLLOUT else "heartbeat")
     elif node.phase is NodePhase.SERVING and is_working is False:
-        tick.move(node, NodePhase.BOOTING, "left the membership while its machine is up")
+        tick.move(node, NodePhase.BOOTING, "left the gateway while its machine is up")
 
 
 def _at_known_price(node: Node, machine: Machine) -> Machine:

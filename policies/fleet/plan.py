@@ -448,8 +448,8 @@ class _Planner:
     def release_reason(self) -> str:
         held_s = self.hold_limit_s
         if self.is_parked:
-            return f"the trainer's old machine has not left for {held_s:.0f} s; requested again once it has"
-        return f"the trainer has had no machine for {held_s:.0f} s; requested again once it has one"
+            return f"the trainer's old machine has not left for {held_s:.0f} s; nodes are requested once it has"
+        return f"the trainer has had no machine for {held_s:.0f} s; nodes are requested once it has one"
 
     # A parked run.
 

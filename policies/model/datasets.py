@@ -40,7 +40,9 @@ def bad_line(lines: Iterable[bytes]) -> str:
         try:
             json.loads(line.strip() or b"null")
         except ValueError as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else " ".join(str(error).split())
+            reason = " ".join(str(error).split())
+            if isinstance(error, json.JSONDecodeError):
+                reason = error.msg.removesuffix(" starting at")
             return f"line {number}: {reason}; expected a JSON object in UTF-8 in every line"
     return ""
 

@@ -22,7 +22,7 @@ NODE_EDGES: dict[tuple[N, N], str] = {
     (N.BOOTING, N.DRAINING): "a preemption notice while booting",
     (N.BOOTING, N.TERMINATING): "no longer wanted, or its work did not start in time",
     (N.BOOTING, N.GONE): "the cloud no longer has it",
-    (N.SERVING, N.BOOTING): "its work ended or left the membership while the machine is up",
+    (N.SERVING, N.BOOTING): "its work ended or left the gateway while the machine is up",
     (N.SERVING, N.DRAINING): "a preemption notice, or a trainer stores its state before it ends",
     (N.SERVING, N.TERMINATING): "no longer wanted, or unresponsive while its machine is up",
     (N.SERVING, N.GONE): "the cloud no longer has it",

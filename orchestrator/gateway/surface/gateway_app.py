@@ -230,7 +230,7 @@ class Gateway:
         return web.Response(status=204)
 
     async def _remove(self, request: web.Request) -> web.Response:
-        """Remove a node immediately: its requests continue elsewhere, and this machine cannot rejoin.
+        """Remove a node immediately: its requests continue elsewhere, and its machine cannot rejoin.
 
         With `?boot=ID`, as its agent sends it, only that boot leaves.
         """

@@ -43,7 +43,7 @@ def test_abandoned_run_has_its_own_exit_code() -> None:
     assert stop.exit_code == exit_codes.GAVE_UP == 79
     assert str(stop) == (
         "digits gave up: diverged at step 10, and was rolled back 3 times; last healthy: the start; "
-        f"change a setting and continue with: grpo-orch rollback {world.store.url}"
+        f"continue with: grpo-orch rollback --set KEY=NUMBER {world.store.url}"
     )
 
 
@@ -52,9 +52,7 @@ def test_abandoned_run_shows_where_its_weights_are(tmp_path: Path) -> None:
     world.saves(15, 5, tmp_path)
     prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
     world.happens(22, HealthyChosen("0-5"), Exported("0-5", prefix))
-    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; change a setting and continue with" in str(
-        watched(world)
-    )
+    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; continue with" in str(watched(world))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_down_with_slower_daemon_has_the_other_stop_the_run(store: Store, quicke
     quicker(RunPhase.STOPPING, RunPhase.STOPPED)
     answer = grpo_orch("down", store.url)
     assert answer.code == exit_codes.OK, answer.err
-    assert "sim is stopped; all its machines are returned." in answer.out
+    assert "sim: stopped; all its machines are returned." in answer.out
     assert f"Continue with: grpo-orch resume '{store.url}'" in answer.out
 
 

@@ -57,7 +57,7 @@ def test_the_arithmetic_of_a_recipe_is_its_plans(recipe: str) -> None:
         "of that generation": plan.step.generate_s,
         f"{steps:,} steps": plan.step.step_s * steps / 3600,
         "what a step sends": sent and sent.size_bytes / 1e6,
-        "that at 10 Gbit": sent and sent.seconds[10],
+        "that at 10 Gb/s": sent and sent.seconds[10],
     }
     rows = re.findall(
         r"^\| ([\w, ]+) \| ([\d.]+) \|$", (DOCS / "recipes" / f"{recipe}.md").read_text(), re.MULTILINE

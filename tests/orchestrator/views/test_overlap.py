@@ -123,7 +123,7 @@ def test_rollback_counts_windows_that_were_generated_ahead(monkeypatch: pytest.M
     assert (rollback.steps_abandoned, rollback.tokens_abandoned) == (2, 200)
     assert (rollback.windows_unused, rollback.tokens_unused) == (2, 150)
     assert (report.windows_unused, report.tokens_unused) == (2, 150)
-    words = "2 steps and 350 tokens discarded, 150 of them in 2 windows that no logged step was trained on"
+    words = "2 steps and 350 tokens discarded, 150 of the tokens in 2 windows that no logged step used"
     assert f"rollbacks 1; {words}" in text_of(render(report), 200)
     told = ask(world, "/rollbacks?format=json")[0]["rollbacks"][0]
     assert (told["windows_unused"], told["tokens_unused"], told["discarded_text"]) == (2, 150, words)

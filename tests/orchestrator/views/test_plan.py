@@ -33,7 +33,7 @@ def test_the_plan_of_the_32b_recipe() -> None:
     assert "rollout on spot 6.06 145.44" in "\n".join(told)
     assert any(line.startswith("new weights adapter, 1.07 GB (1.6 % of the weights), ") for line in told)
     assert "H200 140 1 x 3.96 aws 1 x 2.10 gcp spot" in told
-    assert any(line.startswith("nodes best: 1 (n* = ") for line in told)
+    assert any(line.startswith("nodes best: 1 (ideal ") for line in told)
     assert any("estimated: generate" in line for line in told)
 
 

@@ -56,7 +56,7 @@ def test_view_describes_the_run_in_80_columns(view: RunView) -> None:
     assert "trainer is generating, 3 requests waiting" in lines[0]
     assert "step 10 of 40 · 2.0 s a step · 1:00 min left" in lines[1]
     assert line_with(lines, "reward") == "reward 1 ▁▂▃▃▄▅▆▆▇█ checkpoint 0-5, 7 s ago"
-    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 controller another-host.invalid/42"
+    assert line_with(lines, "kl") == "kl 0.1 ▁▂▃▃▄▅▆▆▇█ limit 0.52 daemon another-host.invalid/42"
     assert line_with(lines, "tokens") == "tokens 50 a second 3 waiting price $8.10 an hour"
     assert line_with(lines, "money") == "money $0.10 spent · $0.24 at the end · $0.0608 saved · $0.0102 a step"
     assert line_with(lines, "trainer-0-i1") == "trainer-0-i1 serving 0-10 – 7.20 on demand 32 s"
@@ -79,7 +79,7 @@ def test_view_shows_what_is_not_bought_and_why(view: RunView) -> None:
 
 def test_view_shows_how_to_resume_without_a_daemon(view: RunView) -> None:
     orphaned = replace(view, daemon=replace(view.daemon, alive=False))
-    assert "no controller; run: grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
+    assert "no daemon; run: grpo-orch resume memory://" in drawn(orphaned, width=120)[0]
 
 
 def test_kl_above_its_limit_is_red(view: RunView) -> None:

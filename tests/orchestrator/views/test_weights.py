@@ -65,7 +65,7 @@ def test_status_and_report_show_them_on_80_columns() -> None:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(Screen(view))
     line = next(one for one in console.export_text().splitlines() if one.startswith("weights"))
-    assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of whole); all ready in 12.3 to 15.0 s"
+    assert line.split(maxsplit=1)[1] == "123.4 MiB in 12.3 s (12.3 % of total); all ready in 12.3 to 15.0 s"
     documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
     documents.gateway((0, 1, 1)).write(world.store, documents.GatewayAddress("http://h:1", "boot"))
     told = report_of(world.store, T0 + 42)

@@ -57,7 +57,7 @@ def test_down_through_the_store_leaves_nothing(world: World, cli: Cli) -> None:
     assert done.code == 0, done
     assert not world.sky.group
     assert not world.sky.beyond.group
-    assert "sim is stopped; all its machines are returned." in done.out
+    assert "sim: stopped; all its machines are returned." in done.out
     assert world.sky.table == world.sky.beyond.table == {}
     assert documents.CONTROLLER.read(world.store) is None
     assert documents.read_commands(world.store) == ()
