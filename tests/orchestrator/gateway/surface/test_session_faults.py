@@ -101,6 +101,7 @@ class Story:
     async def kill(self, *, keep: int | None) -> None:
         """The gateway is killed; so many bytes of its file stay, or all but some of the last record."""
         path, world = self.folder / "turns", self.world
+        await world.http.aclose()  # what it answers while it is being closed is in no record
         saved = path.read_bytes()
         self._writing.cancel()
         world.session_log.close()
