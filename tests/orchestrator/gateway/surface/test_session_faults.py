@@ -129,7 +129,7 @@ class Story:
                 await self.kill(keep=None)
             case 1:
                 size = (self.folder / "turns").stat().st_size
-                await self.kill(keep=self.random.randrange(1, size))
+                await self.kill(keep=self.random.randrange(1, max(2, size)))  # it may be empty still
                 self.train()
             case 2:
                 await self.kill(keep=0)
