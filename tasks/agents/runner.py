@@ -181,11 +181,11 @@ class AgentRunner:
             batch.policy, request.seed, batch.sampling, batch.recovery, limits.turns, limits.tokens
         )
         for _ in range(TRIES):
-            await self._gateway.open(request.session, settings)
-            async with self._forwarder.session(request.session) as opened:
+            opening = await self._gateway.open(request.session, settings)
+            async with self._forwarder.session(request.session, opening) as opened:
                 ended, is_late = await self._run_agent(request, opened)
             try:
-                trace = None if opened.lost.is_set() else await self._gateway.trace(request.session)
+                trace = None if opened.lost.is_set() else await self._gateway.trace(request.session, opening)
             except SessionLost:
                 trace = None
             if trace is None:

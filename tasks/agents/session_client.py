@@ -85,7 +85,6 @@ class SessionClient:
         self._http: aiohttp.ClientSession | None = None
         self._open_since: dict[object, float] = {}  # start time of each open request
         self._refused = 0  # requests that wait for the gateway to return
-        self._openings: dict[str, str] = {}  # of each opened session
         self.moved_s = time.monotonic()
 
     @property
@@ -97,21 +96,25 @@ class SessionClient:
         oldest_s = min(self._open_since.values(), default=time.monotonic())
         return time.monotonic() - max(self.moved_s, oldest_s, since_s)
 
-    async def open(self, session: str, settings: OpenSession) -> None:
-        """Open a session. Raises GenerationFailed, StoreError.
+    async def open(self, session: str, settings: OpenSession) -> str:
+        """Open a session and return the opening's name. Raises GenerationFailed, StoreError.
 
         From then on requests of earlier openings get no turn, whoever sent them and however late they arrive.
         """
-        self._openings[session] = opening = secrets.token_hex(8)
+        opening = secrets.token_hex(8)
         headers = {str(hdrs.CONTENT_TYPE): "application/json"}
         body = to_json(replace(settings, opening=opening))
         answer = await self.request("PUT", f"{SESSIONS}/{session}", body, headers)
         if answer.status >= 300:
             raise GenerationFailed(f"the gateway answered {answer.status} to a session: {_text(answer)}")
+        return opening
 
-    async def trace(self, session: str) -> Trace:
-        """Return what the gateway recorded for a session. Raises SessionLost, GenerationFailed, StoreError."""
-        answer = await self.request("GET", f"{SESSIONS}/{session}", headers=self.opening_header(session))
+    async def trace(self, session: str, opening: str) -> Trace:
+        """Return what the gateway recorded for a session since that opening of it.
+
+        Raises SessionLost, GenerationFailed, StoreError.
+        """
+        answer = await self.request("GET", f"{SESSIONS}/{session}", headers={HEADER_OPENING: opening})
         if _is_lost(answer):
             raise SessionLost(session)
         if answer.status != 200:
@@ -126,13 +129,8 @@ class SessionClient:
                 raise GenerationFailed(f"the gateway sent a branch of session {session} without all of its tokens")
         return trace
 
-    def opening_header(self, session: str) -> dict[str, str]:
-        """Return the header by which requests name the opening of their session, if this client opened it."""
-        return {HEADER_OPENING: self._openings[session]} if session in self._openings else {}
-
     async def forget(self, session: str) -> None:
         """Have the gateway drop a session that is stored elsewhere. Raises StoreError."""
-        self._openings.pop(session, None)
         await self.request("DELETE", f"{SESSIONS}/{session}")
 
     async def request(
@@ -201,6 +199,7 @@ class OpenedSession:
     """
 
     name: str
+    opening: str
     base_url: str
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -288,9 +287,9 @@ class Forwarder:
             await self._runner.cleanup()
 
     @contextlib.asynccontextmanager
-    async def session(self, name: str) -> AsyncIterator[OpenedSession]:
-        """Let an agent reach the gateway's session of that name within the context."""
-        opened = OpenedSession(name, f"http://{LOOPBACK}:{self._port}{SESSIONS}/{name}/v1")
+    async def session(self, name: str, opening: str) -> AsyncIterator[OpenedSession]:
+        """Let an agent reach that opening of a session of the gateway within the context."""
+        opened = OpenedSession(name, opening, f"http://{LOOPBACK}:{self._port}{SESSIONS}/{name}/v1")
         self._sessions[name] = opened
         try:
             yield opened
@@ -315,7 +314,7 @@ class Forwarder:
         body = await request.read()  # raises 413 above BODY_BYTES_MAX
         headers = {str(name): request.headers[name] for name in FORWARDED_HEADERS if name in request.headers}
         # Without the same name, the gateway takes a retry for another turn.
-        headers |= {HEADER_REQUEST: secrets.token_hex(16), **self._gateway.opening_header(session.name)}
+        headers |= {HEADER_REQUEST: secrets.token_hex(16), HEADER_OPENING: session.opening}
         path = f"{SESSIONS}/{session.name}{CHAT if request.method == 'POST' else MODELS}"
         answering = asyncio.ensure_future(self._answer(session, request.method, path, body, headers))
         try:

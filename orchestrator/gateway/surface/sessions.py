@@ -71,7 +71,6 @@ class _Turn:
     continues: bool = False  # its messages are the parent's, the parent's answer, and `messages`
     messages: list[dict[str, Any]] = field(default_factory=list)
     rendered: int = 0  # tokens of its prompt as vLLM rendered it
-    waiters: int = 0  # requests that wait for it
     recorded: int = 0  # tokens recorded while it is unfinished
     recorded_ids: list[int] | None = None  # the job's list at that time; a job that starts over has a new list
 
@@ -101,6 +100,7 @@ class _Session:
     requests: dict[str, _Turn] = field(default_factory=dict)  # by the names that the agent gave them
     history: dict[bytes, _Turn] = field(default_factory=dict)  # by digest of the conversation up to the answer
     running: int = 0  # open requests of its agent
+    awaited: list[_Turn] = field(default_factory=list)  # one for each request that waits for its turn
     limit: str = ""  # the limit that was reached
     is_wanted: bool = False  # counted in its policy's demand
 
@@ -278,7 +278,7 @@ class Sessions:
         self, session: _Session, turn: _Turn, chat: Chat, request_name: str
     ) -> tuple[Finished, Answer]:
         """Wait for a turn and return it. If the agent disconnects first, the next request for it gets the turn."""
-        turn.waiters += 1
+        session.awaited.append(turn)
         try:
             finished = await asyncio.shield(turn.finished)
             if turn.answer is None or (chat.parameters.logprobs and turn.answer.logprobs is None):
@@ -287,8 +287,9 @@ class Sessions:
             if turn.id not in session.answered:
                 self._record_answer(session, turn, chat, request_name, turn.answer)
         finally:
-            turn.waiters -= 1
-            if not turn.waiters and turn.id not in session.answered and session.turns.get(turn.id) is turn:
+            session.awaited.remove(turn)
+            is_awaited = turn in session.awaited
+            if not is_awaited and turn.id not in session.answered and session.turns.get(turn.id) is turn:
                 session.release(turn)
         return finished, turn.answer
 

@@ -14,7 +14,15 @@ from aiohttp import web
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import GatewayAddress
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.serving.wire import CHAT, HEADER_OPENING, HEADER_REQUEST, Batch, OpenSession, PolicyRef
+from grpo_orch.policies.serving.wire import (
+    CHAT,
+    HEADER_OPENING,
+    HEADER_REQUEST,
+    LOST_CODE,
+    Batch,
+    OpenSession,
+    PolicyRef,
+)
 from grpo_orch.policies.tick.snapshot import Trainer
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner, Limits
@@ -83,8 +91,9 @@ class HttpGateway:
         if request.method == "PUT":
             self.openings[request.path] = msgspec.json.decode(body, type=OpenSession).opening
             assert self.openings[request.path]
-        elif opening := self.openings.get(request.path.removesuffix(CHAT).removesuffix(MODELS)):
-            assert request.method == "DELETE" or request.headers[HEADER_OPENING] == opening
+        opening = self.openings.get(request.path.removesuffix(CHAT).removesuffix(MODELS))
+        if request.method in ("GET", "POST") and opening and request.headers[HEADER_OPENING] != opening:
+            return web.json_response({"error": {"code": LOST_CODE}}, status=404)
         instead = self.before(request)
         if asyncio.iscoroutine(instead):
             instead = await instead

@@ -17,12 +17,12 @@ from aiohttp import web
 import grpo_orch.tasks.agents.runner
 import grpo_orch.tasks.agents.session_client
 from grpo_orch.checkpoint.records.rollouts import Session
-from grpo_orch.policies.serving.wire import TURNS_AT_ONCE_MAX
+from grpo_orch.policies.serving.wire import TURNS_AT_ONCE_MAX, OpenSession
 from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner
 from grpo_orch.tasks.agents.session_client import Forwarder, SessionClient
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
-from tests.tasks.agents.rig import RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
+from tests.tasks.agents.rig import POLICY, RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
 
 CHAT = "/v1/chat/completions"
 
@@ -114,6 +114,27 @@ async def test_forgotten_session_is_run_again(runners: list[AgentRunner], tmp_pa
         assert not left
     assert len(found.branches[0].turns) == 2
     assert found.reward == 0.8
+    assert len(gateway.sessions.opened) == 3
+
+
+async def test_session_that_another_call_opens_is_run_again(runners: list[AgentRunner], tmp_path: Path) -> None:
+    """A dropped call that was begun ahead still runs, with the session names of the call that replaces it."""
+    async with serving(tmp_path) as gateway:
+        runner = started(runners, gateway, "answers")
+
+        async def opens(request: web.Request) -> web.Response | None:
+            if not request.path.endswith(CHAT):
+                return None
+            gateway.before = lambda _: None
+            answer = gateway.sessions.answer("POST", request.path, await request.read(), request_of(request))
+            session = request.path.split("/")[2]
+            work = runner._gateway.open(session, OpenSession(POLICY, 100))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, runner.loop))
+            return web.Response(body=answer[2], headers={"Content-Type": answer[1]})
+
+        gateway.before = opens
+        [found] = await complete(runner, [{"prompt": "p"}])
+    assert (len(found.branches[0].turns), found.reward, found.failed) == (2, 0.8, "")
     assert len(gateway.sessions.opened) == 3
 
 
@@ -273,7 +294,7 @@ async def test_interrupted_call_ends_its_agents(runners: list[AgentRunner], tmp_
 
 async def test_key_of_another_session_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
-        async with forwarder.session("one") as one, forwarder.session("two") as two:
+        async with forwarder.session("one", "o") as one, forwarder.session("two", "o") as two:
             for key, status in ((one.key, 401), (TOKEN, 401), ("", 401), (two.key, 404)):
                 headers = {"Authorization": f"Bearer {key}"}
                 async with http.post(f"{two.base_url}/chat/completions", json={}, headers=headers) as answer:
@@ -286,7 +307,7 @@ async def test_key_of_another_session_is_refused(tmp_path: Path) -> None:
 
 async def test_session_that_ends_leaves_another_of_its_name(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, forwarding(served) as (forwarder, http):
-        first, second = forwarder.session("one"), forwarder.session("one")
+        first, second = forwarder.session("one", "o"), forwarder.session("one", "o")
         await first.__aenter__()
         async with second as opened:
             await first.__aexit__(None, None, None)
@@ -307,7 +328,11 @@ async def test_session_that_ends_leaves_another_of_its_name(tmp_path: Path) -> N
     ],
 )
 async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: str) -> None:
-    async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
+    async with (
+        serving(tmp_path) as served,
+        forwarding(served) as (forwarder, _),
+        forwarder.session("one", "o") as one,
+    ):
         host, port = one.base_url.removeprefix("http://").partition("/")[0].split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /sessions/one/{path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {one.key}\r\n"
@@ -319,7 +344,11 @@ async def test_agent_reaches_no_other_path_of_the_gateway(tmp_path: Path, path: 
 
 
 async def test_key_in_invalid_text_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served, forwarding(served) as (forwarder, _), forwarder.session("one") as one:
+    async with (
+        serving(tmp_path) as served,
+        forwarding(served) as (forwarder, _),
+        forwarder.session("one", "o") as one,
+    ):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(one.base_url.split(":")[2].split("/")[0]))
         writer.write(b"GET /sessions/one/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n")
         writer.write(b"Connection: close\r\n\r\n")
@@ -336,7 +365,7 @@ async def test_flood_of_requests_is_refused(tmp_path: Path) -> None:
             return web.json_response({})
 
         served.before = held
-        async with forwarder.session("one") as one:
+        async with forwarder.session("one", "o") as one:
             headers = {"Authorization": f"Bearer {one.key}"}
 
             async def post(body: bytes = b"{}") -> int:
@@ -365,7 +394,7 @@ async def test_late_answer_keeps_its_client(tmp_path: Path) -> None:
             return web.json_response({"late": True}, status=status)
 
         served.before = late
-        async with forwarder.session("one") as one:
+        async with forwarder.session("one", "o") as one:
             timeout = aiohttp.ClientTimeout(sock_read=1.0)
             headers = {"Authorization": f"Bearer {one.key}"}
 

@@ -177,6 +177,26 @@ async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> N
     assert len((await again.trace()).branches) == 2
 
 
+async def test_turn_is_repeated_although_a_request_of_an_earlier_opening_waits(world: World) -> None:
+    """Its trainer's machine is gone, and the connection has not noticed."""
+    node = await world.node("a", stalls=3)
+    earlier = await Agent(world, sampling={}).open()
+    waiting = asyncio.ensure_future(earlier.ask(max_tokens=20))
+    await world.until(lambda: node.stalled)
+    agent = await Agent(world, sampling={}).open()
+    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
+    await world.until(lambda: node.translated == 2)
+    await asyncio.sleep(0.1)  # and it waits for the turn
+    asking.cancel()
+    await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
+    again = asyncio.ensure_future(agent.turn(max_tokens=20))
+    await world.until(lambda: node.translated == 3)
+    node.change(stalls=FOREVER)
+    await again
+    assert len(node.asked) == 1
+    assert (await waiting).status_code == 404
+
+
 async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
     world.gateway.sessions.ttl_s = 0.2
     world.gateway.sessions.policy_held_s = 0.1

@@ -101,6 +101,7 @@ class Story:
     async def kill(self, *, keep: int | None) -> None:
         """The gateway is killed; so many bytes of its file stay, or all but some of the last record."""
         path, world = self.folder / "turns", self.world
+        await world.http.aclose()  # what it answers while it is being closed is in no record
         saved = path.read_bytes()
         self._writing.cancel()
         world.session_log.close()
@@ -128,7 +129,7 @@ class Story:
                 await self.kill(keep=None)
             case 1:
                 size = (self.folder / "turns").stat().st_size
-                await self.kill(keep=self.random.randrange(1, size))
+                await self.kill(keep=self.random.randrange(1, max(2, size)))  # it may be empty still
                 self.train()
             case 2:
                 await self.kill(keep=0)
