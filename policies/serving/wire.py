@@ -278,7 +278,8 @@ class OpenSession:
         turns_max: requests that the agent may make. The next one is refused with LIMIT_CODE.
         tokens_max: tokens of all turns together. A turn that reaches it is cut there; each of several parallel
             turns may use what was left when it was requested.
-        opening: identifies the opening, for requests that arrive late. The same one repeated changes nothing.
+        opening: names the opening, for requests that arrive late. A later one sorts after it; an earlier one is
+            refused, and the same one repeated changes nothing.
     """
 
     policy: PolicyRef

@@ -26,6 +26,7 @@ from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
+from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.serving.wire import (
     CHAT,
     HEADER_OPENING,
@@ -75,12 +76,19 @@ class Answer:
 class SessionClient:
     """Client of the run's gateway that retries while it is unavailable. Used in one event loop.
 
+    Args:
+        store: the run's store, which has the gateway's address.
+        token: the run's token.
+        by: of this trainer. Openings of an earlier trainer, or before on this machine, are older than its own.
+        retry_s: wait between two tries.
+
     Attributes:
         moved_s: time of the last response, on the monotonic clock.
     """
 
-    def __init__(self, store: Store, token: str, retry_s: float = RETRY_S) -> None:
+    def __init__(self, store: Store, token: str, by: Precedence, retry_s: float = RETRY_S) -> None:
         self._store, self._token, self._retry_s = store, token, retry_s
+        self._by = "-".join(f"{part:09d}" for part in by)
         self._url = ""
         self._http: aiohttp.ClientSession | None = None
         self._open_since: dict[object, float] = {}  # start time of each open request
@@ -101,7 +109,7 @@ class SessionClient:
 
         From then on requests of earlier openings get no turn, whoever sent them and however late they arrive.
         """
-        opening = secrets.token_hex(8)
+        opening = f"{self._by}-{time.time_ns():020d}"
         headers = {str(hdrs.CONTENT_TYPE): "application/json"}
         body = to_json(replace(settings, opening=opening))
         answer = await self.request("PUT", f"{SESSIONS}/{session}", body, headers)

@@ -163,7 +163,7 @@ def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:
     """Return the agent's runner. The first process imports the agent. Raises BadSpec."""
     memory_bytes = None if agent.memory_gb is None else int(agent.memory_gb * 1e9)
     runner = AgentRunner(
-        SessionClient(start.store, start.env.token),
+        SessionClient(start.store, start.env.token, start.env.precedence),
         AgentHost(agent.run, start.workdir, memory_bytes, agent.python),
         Limits(agent.time_s, agent.turns, agent.tokens or config.max_completion_length),
         start.heartbeat,

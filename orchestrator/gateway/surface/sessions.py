@@ -219,11 +219,16 @@ class Sessions:
         self._log.close()
 
     def open(self, name: str, parameters: OpenSession) -> None:
-        """Open a session, or open it again: with the same parameters it keeps its recorded turns."""
+        """Open a session, or open it again: with the same parameters it keeps its recorded turns.
+
+        Raises ApiError if it was opened later.
+        """
         before = self._sessions.get(name)
         if before is not None and parameters.opening and parameters == before.opened:
             self._use(before)
             return
+        if before is not None and parameters.opening and parameters.opening < before.opened.opening:
+            raise ApiError(409, f"session {name} was opened later, by a newer trainer or call")
         session = _opened(name, parameters, before)
         if before is not None and before.turns is not session.turns:
             self._end(before)

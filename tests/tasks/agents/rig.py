@@ -33,6 +33,7 @@ from tests.stand_ins.stand_in_sessions import StandInSessions
 
 TOKEN = "run-secret"
 RETRY_S = 0.02
+BY = (0, 1, 1)
 POLICY = PolicyRef("0-0", "policies/0-0", "00" * 16)
 HERE = Path(__file__).parent
 ANSWER_TOKENS = 8
@@ -130,7 +131,7 @@ def runner_of(
     beat = Heartbeat(gateway.store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = make_host(f"rig_agents.{agent}", HERE)
     return AgentRunner(
-        SessionClient(gateway.store, TOKEN, RETRY_S), host, Limits(time_s, turns, tokens), beat, check_stop
+        SessionClient(gateway.store, TOKEN, BY, RETRY_S), host, Limits(time_s, turns, tokens), beat, check_stop
     )
 
 

@@ -22,7 +22,17 @@ from grpo_orch.tasks.agents.processes import AgentHost
 from grpo_orch.tasks.agents.runner import AgentRunner
 from grpo_orch.tasks.agents.session_client import Forwarder, SessionClient
 from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
-from tests.tasks.agents.rig import POLICY, RETRY_S, TOKEN, HttpGateway, batch_of, request_of, runner_of, serving
+from tests.tasks.agents.rig import (
+    BY,
+    POLICY,
+    RETRY_S,
+    TOKEN,
+    HttpGateway,
+    batch_of,
+    request_of,
+    runner_of,
+    serving,
+)
 
 CHAT = "/v1/chat/completions"
 
@@ -421,7 +431,7 @@ class forwarding:
     """A forwarder to a gateway, and a client of agents."""
 
     def __init__(self, served: HttpGateway, **options: float) -> None:
-        self.gateway = SessionClient(served.store, TOKEN, RETRY_S)
+        self.gateway = SessionClient(served.store, TOKEN, BY, RETRY_S)
         self.forwarder = Forwarder(self.gateway, **options)
 
     async def __aenter__(self) -> tuple[Forwarder, aiohttp.ClientSession]:

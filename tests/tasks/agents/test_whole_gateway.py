@@ -18,7 +18,7 @@ from grpo_orch.tasks.agents.session_client import SessionClient
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from tests.rigs.gateway_world import TOKEN, World
 from tests.stand_ins.fake_vllm import END
-from tests.tasks.agents.rig import HERE, RETRY_S, batch_of
+from tests.tasks.agents.rig import BY, HERE, RETRY_S, batch_of
 
 ROWS = [{"prompt": f"p{n}"} for n in range(6)]
 
@@ -27,7 +27,7 @@ def runner_of(store: Store, agent: str, turns: int = 32) -> AgentRunner:
     beat = Heartbeat(store, Trainer("trainer-0", 1, 0, 0, 0, "starting", 0.0))
     host = AgentHost(f"rig_agents.{agent}", HERE)
     return AgentRunner(
-        SessionClient(store, TOKEN, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None
+        SessionClient(store, TOKEN, BY, RETRY_S), host, Limits(600.0, turns, 10_000), beat, lambda: None
     )
 
 

@@ -57,6 +57,8 @@ async def test_late_request_of_an_earlier_opening_gets_no_turn(world: World) -> 
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, LOST_CODE)
     assert node.asked == []
     message = await agent.turn()
+    refused = await world.http.put(url, json={**OPEN, "opening": "first"})
+    assert refused.status_code == 409
     again = await Agent(world, opening="third").open()
     assert await again.turn() == message
     assert len(node.asked) == 1

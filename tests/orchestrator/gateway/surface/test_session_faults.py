@@ -30,7 +30,7 @@ class Scripted(Agent):
     """An agent whose conversation is a function of its name. Its requests survive the gateway, by their names."""
 
     def __init__(self, story: Story, name: str, life: int) -> None:
-        super().__init__(story.world, name, opening=f"life-{life}")
+        super().__init__(story.world, name, opening=f"life-{life:03d}")
         self.story, self.random, self.life = story, Random(name), life
         self.asked = 0
 
@@ -51,7 +51,7 @@ class Scripted(Agent):
 
     async def ask(self, messages: list[dict[str, Any]] | None = None, **more: Any) -> Any:
         self.asked += 1
-        headers = {HEADER_REQUEST: f"{self.life}-{self.asked}", HEADER_OPENING: f"life-{self.life}"}
+        headers = {HEADER_REQUEST: f"{self.life}-{self.asked}", HEADER_OPENING: f"life-{self.life:03d}"}
         body = {"messages": messages or self.messages, **self.more, **more}
         answer = await self.persist("POST", f"{SESSIONS}/{self.name}{CHAT}", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
