@@ -150,8 +150,6 @@ MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "kl", "budget", "recent"): (1, False),
     ("policies", "kl", "budget", "recent_steps"): (1, False),
     ("policies", "fleet", "dead_man_min"): (0, False),
-    ("policies", "fleet", "loss_half_life_h"): (0, True),
-    ("policies", "fleet", "launch_half_life_h"): (0, True),
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),

@@ -26,7 +26,7 @@ from grpo_orch.policies.model.breaker import REFUSALS, WORKS_S, MachineKind, bac
 from grpo_orch.policies.model.events import BuyingResumed, BuyingStopped
 from grpo_orch.policies.model.phases import FILLING_NODE
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord
-from grpo_orch.policies.model.spec import FleetPolicy, RunSpec
+from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RunPhase, kind_of
 from grpo_orch.policies.tick.snapshot import Snapshot
@@ -36,6 +36,9 @@ LOSSES_PER_H = {Market.SPOT: 0.07, Market.ON_DEMAND: 0.001}
 SUCCESS = {Market.SPOT: 0.7, Market.ON_DEMAND: 0.95}
 PRIOR_NODE_HOURS = 10.0  # the prior weighs as much as this many observed hours
 PRIOR_LAUNCHES = 2.0
+# Older observations count less: losses follow the time of day, and capacity changes within hours.
+LOSS_HALF_LIFE_H = 24.0
+LAUNCH_HALF_LIFE_H = 3.0
 ZONE_PREMIUM = 0.25  # a zone outage takes all its nodes: with all in one zone, another may cost this much more
 REST_FIRST_S = 60.0
 REST_MAX_S = 3600.0
@@ -120,18 +123,16 @@ class Placement:
         return {(pool.cloud, pool.region) for pool in self.hours}
 
 
-def rates_of(
-    pool: Pool, record: PoolRecord | None, present_h: float, now_s: float, policy: FleetPolicy
-) -> PoolRates:
+def rates_of(pool: Pool, record: PoolRecord | None, present_h: float, now_s: float) -> PoolRates:
     """Return the expected rates of a pool. `present_h`: total hours of the machines that are in it now."""
     record = record or PoolRecord(pool)
     losses, hours = LOSSES_PER_H[pool.market] * PRIOR_NODE_HOURS, PRIOR_NODE_HOURS + present_h
     arrived, requested = SUCCESS[pool.market] * PRIOR_LAUNCHES, PRIOR_LAUNCHES
     for stay in record.stays:
-        weight = _weight(now_s - stay.until_s, policy.loss_half_life_h)
+        weight = _weight(now_s - stay.until_s, LOSS_HALF_LIFE_H)
         losses, hours = losses + weight * stay.preempted, hours + weight * stay.hours
     for launch in record.launches:
-        weight = _weight(now_s - launch.at_s, policy.launch_half_life_h)
+        weight = _weight(now_s - launch.at_s, LAUNCH_HALF_LIFE_H)
         arrived, requested = arrived + weight * launch.succeeded, requested + weight
     succeeded = sum(launch.succeeded for launch in record.launches)
     return PoolRates(losses / hours, arrived / requested, len(record.launches), succeeded)
@@ -165,7 +166,6 @@ def choose(
     records: Mapping[str, PoolRecord],
     placement: Placement,
     now_s: float,
-    policy: FleetPolicy,
     hours_to_serve: float,
 ) -> Choice | None:
     """Choose the pool for a machine; None without offers. If all pools rest, take the one whose rest ends first.
@@ -175,13 +175,12 @@ def choose(
         records: by the pool's text.
         placement: the nodes of the role.
         now_s: seconds since the epoch.
-        policy: has the half-lives of observations.
         hours_to_serve: from a request until the machine works.
     """
 
     def judge(offer: PoolOffer) -> tuple[float, int, float, str, Choice]:
         pool = offer.pool
-        rates = rates_of(pool, records.get(str(pool)), placement.hours.get(pool, 0.0), now_s, policy)
+        rates = rates_of(pool, records.get(str(pool)), placement.hours.get(pool, 0.0), now_s)
         usd = offer.usd_per_h * (1 + rates.losses_per_h * hours_to_serve) / rates.success  # the module's formula
         usd *= 1 + ZONE_PREMIUM * placement.share(pool)
         rest_left_s = rest_in_s(pool, records, now_s)
@@ -244,7 +243,7 @@ class Offers:
 
     def __init__(self, state: RunState, snapshot: Snapshot, spec: RunSpec) -> None:
         self._state, self._snapshot, self._spec = state, snapshot, spec
-        self._now_s, self._policy = snapshot.now_s, spec.policies.fleet
+        self._now_s = snapshot.now_s
         # A parked run needs no node immediately, so it retries rarely.
         self._needed = state.phase is not RunPhase.PARKED
 
@@ -393,7 +392,7 @@ class Offers:
             record = self._state.pools.get(str(pool))
             if record is None or not record.refused_in_a_row:
                 return False
-            lasts_h = self._policy.launch_half_life_h * 2.0 ** min(record.refused_in_a_row - 1, 10)
+            lasts_h = LAUNCH_HALF_LIFE_H * 2.0 ** min(record.refused_in_a_row - 1, 10)
             return self._now_s - record.refused_at_s < 3600 * min(lasts_h, PRICE_IGNORED_MAX_H)
 
         pools = self._pools(role, market)
@@ -433,7 +432,7 @@ class Offers:
 
     def _choice(self, role: Role, market: Market, pools: Sequence[PoolOffer]) -> Choice | None:
         hours_to_serve = self.start_s(role, market) / 3600
-        return choose(pools, self._state.pools, self._placements[role], self._now_s, self._policy, hours_to_serve)
+        return choose(pools, self._state.pools, self._placements[role], self._now_s, hours_to_serve)
 
     def _pools(self, role: Role, market: Market) -> list[PoolOffer]:
         """Return the role's pools in the region of the other nodes, since private addresses do not cross regions.

@@ -240,18 +240,11 @@ class KlPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPolicy:
-    """Automatic management of the fleet.
-
-    Losses follow the time of day; capacity changes within hours. For the deadline see policies.fleet.deadline.
-    """
+    """Automatic management of the fleet. For the deadline see policies.fleet.deadline."""
 
     # Minutes without contact from the daemon or the gateway after which a machine [shuts itself
     # down](spot-machines.md#dead-man-switch); 0: never.
     dead_man_min: float = 30.0
-    # Half-life in hours of losses, and of hours without one, when [a pool is
-    # chosen](spot-machines.md#choice-of-pool).
-    loss_half_life_h: float = 24.0
-    launch_half_life_h: float = 3.0  # Half-life in hours of successful and refused launches.
     # When the last step [should be done](spot-machines.md#a-deadline), as in `2026-11-30T18:00+01:00`; without a
     # time zone it is in UTC.
     deadline: str | None = None

@@ -11,10 +11,8 @@ from grpo_orch.policies.fleet.market import REST_MAX_S, Placement, choose, rates
 from grpo_orch.policies.model.events import Event, MachineBought, NodeMoved, NodeRequested
 from grpo_orch.policies.model.fold import PREEMPTION_NOTICE, fold
 from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
-from grpo_orch.policies.model.spec import FleetPolicy
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role
 
-HALF = FleetPolicy(loss_half_life_h=24.0, launch_half_life_h=6.0)
 HOUR_S = 3600.0
 NOW_S = 1e9
 LONG_AGO_S = NOW_S - 1e4 * HOUR_S
@@ -48,7 +46,7 @@ def test_dominated_pool_is_not_chosen(
     good, bad = record("a", refusals, losses, at_s), record("b", refusals + more + 1, losses + lost, at_s)
     bad = replace(bad, stays=tuple(replace(one, preempted=True) for one in bad.stays))
     offers = [offer("b", price + dearer), offer("a", price)]
-    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, HALF, 0.2)
+    chosen = choose(offers, {str(one.pool): one for one in (good, bad)}, Placement(), NOW_S, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
 
@@ -67,8 +65,8 @@ def test_a_rest_grows_with_each_refusal_and_ends(times: int) -> None:
 
 @given(counts, counts)
 def test_old_observations_are_forgotten(refusals: int, losses: int) -> None:
-    forgotten = rates_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S, HALF)
-    never = rates_of(pool("a"), None, 0.0, NOW_S, HALF)
+    forgotten = rates_of(pool("a"), record("a", refusals, losses, LONG_AGO_S), 0.0, NOW_S)
+    never = rates_of(pool("a"), None, 0.0, NOW_S)
     assert abs(forgotten.losses_per_h - never.losses_per_h) < 1e-9
     assert abs(forgotten.success - never.success) < 1e-9
 
@@ -85,7 +83,7 @@ def bought(zone: str, landed: str, *moves: NodeMoved) -> list[tuple[int, float, 
 def test_a_fleet_spreads_over_zones_that_cost_little_more() -> None:
     nodes = list(fold(bought("a", "a")).nodes.values())
     for dearer, zone in ((1.1, "b"), (1.5, "a")):
-        chosen = choose([offer("a", 1.0), offer("b", dearer)], {}, Placement(nodes, HOUR_S), HOUR_S, HALF, 0.2)
+        chosen = choose([offer("a", 1.0), offer("b", dearer)], {}, Placement(nodes, HOUR_S), HOUR_S, 0.2)
         assert chosen is not None
         assert chosen.offer.pool == pool(zone)
 
@@ -95,7 +93,7 @@ def test_longest_resting_pool_is_asked_if_all_rest() -> None:
         with_refusal(PoolRecord(pool(zone)), at_s, at_s) for zone, at_s in (("a", NOW_S - 30), ("b", NOW_S))
     )
     records = {str(one.pool): one for one in (first, last)}
-    chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, HALF, 0.2)
+    chosen = choose([offer("a", 9.0), offer("b", 1.0)], records, Placement(), NOW_S, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("a")
     assert chosen.sentence == (
@@ -105,7 +103,7 @@ def test_longest_resting_pool_is_asked_if_all_rest() -> None:
 
 
 def test_an_order_is_kept() -> None:
-    chosen = choose([offer("a", 1.0, rank=1), offer("b", 9.0)], {}, Placement(), NOW_S, HALF, 0.2)
+    chosen = choose([offer("a", 1.0, rank=1), offer("b", 9.0)], {}, Placement(), NOW_S, 0.2)
     assert chosen is not None
     assert chosen.offer.pool == pool("b")
 
@@ -160,10 +158,10 @@ def test_full_quota_holds_for_region_until_it_gives_a_machine() -> None:
     over = NodeMoved("rollout-0-i1", NodePhase.REFUSED, "no", Refusal.QUOTA)
     asked, offers = bought("a", "a")[:1], [offer("a", 1.0), offer("b", 1.1)]
     refusals = [*asked, (2, HOUR_S, (over,))]
-    chosen = choose(offers, fold(refusals).pools, Placement(), HOUR_S + 1, HALF, 0.2)
+    chosen = choose(offers, fold(refusals).pools, Placement(), HOUR_S + 1, 0.2)
     assert chosen is not None
     assert chosen.rest_left_s == 59.0
     again = [(3 + number, 2 * HOUR_S, events) for number, _, events in bought("b", "b")]
-    chosen = choose(offers, fold([*refusals, *again]).pools, Placement(), HOUR_S + 1, HALF, 0.2)
+    chosen = choose(offers, fold([*refusals, *again]).pools, Placement(), HOUR_S + 1, 0.2)
     assert chosen is not None
     assert chosen.rest_left_s == 0.0
