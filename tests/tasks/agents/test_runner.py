@@ -131,6 +131,7 @@ async def test_session_that_another_call_opens_is_run_again(runners: list[AgentR
     """A dropped call that was begun ahead still runs, with the session names of the call that replaces it."""
     async with serving(tmp_path) as gateway:
         runner = started(runners, gateway, "answers")
+        other = SessionClient(gateway.store, TOKEN, BY, RETRY_S)
 
         async def opens(request: web.Request) -> web.Response | None:
             if not request.path.endswith(CHAT):
@@ -138,12 +139,12 @@ async def test_session_that_another_call_opens_is_run_again(runners: list[AgentR
             gateway.before = lambda _: None
             answer = gateway.sessions.answer("POST", request.path, await request.read(), request_of(request))
             session = request.path.split("/")[2]
-            work = runner._gateway.open(session, OpenSession(POLICY, 100))
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, runner.loop))
+            await other.open(session, OpenSession(POLICY, 100))
             return web.Response(body=answer[2], headers={"Content-Type": answer[1]})
 
         gateway.before = opens
         [found] = await complete(runner, [{"prompt": "p"}])
+        await other.close()
     assert (len(found.branches[0].turns), found.reward, found.failed) == (2, 0.8, "")
     assert len(gateway.sessions.opened) == 3
 

@@ -179,7 +179,7 @@ async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> N
     assert len((await again.trace()).branches) == 2
 
 
-async def test_turn_is_repeated_although_a_request_of_an_earlier_opening_waits(world: World) -> None:
+async def test_waiting_request_of_an_earlier_opening_holds_no_turn(world: World) -> None:
     """Its trainer's machine is gone, and the connection has not noticed."""
     node = await world.node("a", stalls=3)
     earlier = await Agent(world, sampling={}).open()
