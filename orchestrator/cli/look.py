@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -144,11 +146,12 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
     """Watch the run until it ends, then print its report; Ctrl-C detaches. Raises Stop if it ended badly."""
     looker = RunObserver(store)
     try:
-        if output is Output.JSON:
-            while not looker.observe().over:
-                time.sleep(FOLLOW_EVERY_S)
-        else:
-            screen.watch(looker.observe, threading.Event().wait, console)
+        with ctrl_c() as pressed:
+            if output is Output.JSON:
+                while not looker.observe().over and not pressed.wait(FOLLOW_EVERY_S):
+                    pass
+            else:
+                screen.watch(looker.observe, pressed.wait, console)
     except KeyboardInterrupt:
         print_line(
             f"\nDetached; the run continues. Attach again with: grpo-orch status -w {store.quoted}\n"
@@ -160,6 +163,30 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
     print_result(output, reports.to_json(built), reports.render(built))
     if (stop := _bad_end(built)) is not None:
         raise stop
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C sets, and raise KeyboardInterrupt at the latest at the end of the context.
+
+    Python raises it wherever the main thread is, and drops it in a destructor or a callback.
+    """
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+        if pressed.is_set():
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _bad_end(built: Report) -> Stop | None:

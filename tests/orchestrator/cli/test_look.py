@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_orch.checkpoint.stream.transfer import export_weights
 from grpo_orch.orchestrator.cli import start
-from grpo_orch.orchestrator.cli.look import attach
+from grpo_orch.orchestrator.cli.look import attach, ctrl_c
 from grpo_orch.orchestrator.cli.options import Stop
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Exported, HealthyChosen, RunMoved
@@ -35,6 +36,27 @@ def watched(world: World) -> Stop:
         attach(world.store)
     assert "\n" not in str(stop.value)
     return stop.value
+
+
+class Swallows:
+    """Ctrl-C is pressed while Python runs a destructor, which drops the exception."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_a_destructor_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: dropped.append(found.exc_type))
+
+    def watch() -> None:
+        with ctrl_c() as pressed:
+            Swallows()
+            assert pressed.wait(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        watch()
+    assert dropped == [KeyboardInterrupt]
 
 
 def test_abandoned_run_has_its_own_exit_code() -> None:
