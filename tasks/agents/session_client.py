@@ -109,7 +109,7 @@ class SessionClient:
 
         From then on requests of earlier openings get no turn, whoever sent them and however late they arrive.
         """
-        opening = f"{self._by}-{time.time_ns():020d}"
+        opening = self._opening()
         headers = {str(hdrs.CONTENT_TYPE): "application/json"}
         body = to_json(replace(settings, opening=opening))
         answer = await self.request("PUT", f"{SESSIONS}/{session}", body, headers)
@@ -138,8 +138,12 @@ class SessionClient:
         return trace
 
     async def forget(self, session: str) -> None:
-        """Have the gateway drop a session that is stored elsewhere. Raises StoreError."""
-        await self.request("DELETE", f"{SESSIONS}/{session}")
+        """Have the gateway drop a session that is stored elsewhere and not opened since. Raises StoreError."""
+        await self.request("DELETE", f"{SESSIONS}/{session}", headers={HEADER_OPENING: self._opening()})
+
+    def _opening(self) -> str:
+        """Return a name that sorts after each opening that this trainer made, and before those of a later one."""
+        return f"{self._by}-{time.time_ns():020d}"
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None

@@ -211,7 +211,7 @@ class Gateway:
 
     async def _drop(self, request: web.Request) -> web.Response:
         """Close a session; its open requests get 404."""
-        self.sessions.drop(_session_of(request))
+        self.sessions.drop(_session_of(request), admission.opening_of(request))
         return web.Response(status=204)
 
     async def _list(self, _: web.Request) -> web.Response:

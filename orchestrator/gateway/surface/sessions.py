@@ -228,7 +228,7 @@ class Sessions:
             self._use(before)
             return
         if before is not None and parameters.opening and parameters.opening < before.opened.opening:
-            raise ApiError(409, f"session {name} was opened later, by a newer trainer or call")
+            raise _opened_later(name)
         session = _opened(name, parameters, before)
         if before is not None and before.turns is not session.turns:
             self._end(before)
@@ -238,9 +238,12 @@ class Sessions:
         if before is not None:
             self._unwant(before)
 
-    def drop(self, name: str) -> None:
-        """End a session and drop its record. Raises ApiError."""
-        self._end(self._get(name))
+    def drop(self, name: str, opening: str = "") -> None:
+        """End a session and drop its record. Raises ApiError; with `opening`, also if it was opened later."""
+        session = self._get(name)
+        if opening and opening < session.opened.opening:
+            raise _opened_later(name)
+        self._end(session)
 
     def open_requests(self, name: str) -> int:
         """Return how many requests of the session's agent are open. Raises ApiError."""
@@ -532,6 +535,10 @@ def _opened(name: str, parameters: OpenSession, before: _Session | None) -> _Ses
     if before is not None and _makes(before.opened) == _makes(parameters):
         session.turns, session.parts = before.turns, before.parts
     return session
+
+
+def _opened_later(name: str) -> ApiError:
+    return ApiError(409, f"session {name} was opened later, by a newer trainer or call")
 
 
 def _makes(parameters: OpenSession) -> tuple[object, ...]:

@@ -73,6 +73,7 @@ async def test_gateway_and_node_that_go_away_change_nothing(tmp_path: Path) -> N
             announce(store, world)
             running = asyncio.ensure_future(complete(runner))
             await world.until(lambda: len(node.asked) >= 3)
+            world.silence()
             (tmp_path / "saved").write_bytes((tmp_path / "turns").read_bytes())
         (tmp_path / "saved").replace(tmp_path / "turns")  # as if it was killed
         await asyncio.sleep(0.2)

@@ -57,11 +57,18 @@ async def test_late_request_of_an_earlier_opening_gets_no_turn(world: World) -> 
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, LOST_CODE)
     assert node.asked == []
     message = await agent.turn()
-    refused = await world.http.put(url, json={**OPEN, "opening": "first"})
-    assert refused.status_code == 409
+    for refused in (
+        await world.http.put(url, json={**OPEN, "opening": "first"}),
+        await world.http.delete(url, headers=late),
+    ):
+        assert refused.status_code == 409
     again = await Agent(world, opening="third").open()
     assert await again.turn() == message
     assert len(node.asked) == 1
+    closed = await world.http.delete(url, headers={HEADER_OPENING: "third, and later"})
+    assert closed.status_code == 400
+    assert (await world.http.delete(url, headers={HEADER_OPENING: "third-1"})).status_code == 204
+    check_empty(world)
 
 
 async def test_repeated_opening_changes_nothing(tmp_path: Path) -> None:
