@@ -18,7 +18,8 @@ from benchmarks.check_gpu.lab import REPOSITORY, Lab
 from benchmarks.check_gpu.outcome import Failed
 from grpo_orch.tasks.rollout.vllm.loader_trace import Part
 
-WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+# One thread each, as the other tests' trainers: sums in one order, and no thread that waits for a core.
+WITHOUT_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

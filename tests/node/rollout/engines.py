@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -230,7 +231,13 @@ class Node:
         self.check = PolicyCheck(spec)
         self._loop = asyncio.new_event_loop()
         self._http = self.do(_session())
-        self.server = self.do(vllm_server.start(spec, env, self._http, bare=bare))
+        self.server = self.do(self._started(spec, env, bare=bare))
+
+    async def _started(self, spec: RunSpec, env: NodeEnv, *, bare: bool) -> vllm_server.Server:
+        """Start vLLM, twice if need be, as an agent does: its free port may be another process's by then."""
+        with contextlib.suppress(vllm_server.ServerFailed):
+            return await vllm_server.start(spec, env, self._http, bare=bare)
+        return await vllm_server.start(spec, env, self._http, bare=bare)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_orch.checkpoint.security import identity
 from grpo_orch.checkpoint.stream import manifest
-from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, RENDER, PolicyRef
+from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, RENDER, Completion, PolicyRef
 from tests.budget import HANG_S, until
 from tests.node.rollout.engines import HOST, TOKEN, Lab, completions, largest_difference
 from tests.stand_ins.strangers import check_closed
@@ -20,6 +20,13 @@ from tests.stand_ins.strangers import check_closed
 MANY = 4096  # completions, so many that they cannot end before what is done meanwhile, however slowly
 LOST = 8  # of the 128 that vLLM makes at a time
 LONG_TOKENS = 250
+CLOSE = 1e-5  # of log-probabilities: an engine computes other last bits in a batch of another shape
+
+
+def check_same(again: list[Completion], first: list[Completion]) -> None:
+    assert [replace(one, logprobs=[]) for one in again] == [replace(one, logprobs=[]) for one in first]
+    for one, other in zip(again, first, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, rel=0.0, abs=CLOSE)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,7 @@ def test_a_node_serves_each_published_policy_exactly(lab: Lab) -> None:
     assert len(first) == 16
     assert largest_difference(lab.models["0-0"], first) < 1e-5
     again = lab.ask(PolicyRef("0-0", "policies/0000/00000000"), min_p=0.0)  # to the gateway another request
-    assert completions(list(again)) == first
+    check_same(completions(list(again)), first)
     second = completions(list(lab.ask(lab.publish("0-1", seed=2), temperature=0.7)))
     assert {one.policy for one in second} == {"0-1"}
     assert largest_difference(lab.models["0-1"], second, temperature=0.7) < 1e-5
@@ -141,7 +148,7 @@ def test_killed_vllm_serves_again_only_with_the_policy(lab: Lab) -> None:
     assert len(made) == LOST
     completions(list(lab.ask(lab.publish("1-0", seed=8))))  # so nobody will request the rest of the batch again
     again = list(lab.ask(policy, made, **long, min_p=0.0))  # the same, and to the gateway another request
-    assert completions(again) == [made[index] for index in sorted(made)]
+    check_same(completions(again), [made[index] for index in sorted(made)])
     until("its next boot", lambda: (one := lab.member()) is not None and one.boot_id != before.boot_id)
     left = {pid: line for pid, line in lab.processes().items() if pid in old and pid != lab.agent.pid}
     assert left == {}  # the engine and its workers went with the server

@@ -6,6 +6,7 @@ Hashes of text are the same in all of them, as they are not in processes that st
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -67,7 +68,8 @@ class Forked:
 
     def kill(self) -> None:
         if self.poll() is None:
-            self.send_signal(9)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile, and its parent has waited for it
+                self.send_signal(9)
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.tasks.completions.gateway_client import GenerationFailed
 from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
-from tests.budget import HANG_S
+from tests.budget import HANG_S, until
 from tests.node.trainer.test_client import BY, SAMPLING, World
 
 NOW, NEXT = PolicyVersion(0, 3), PolicyVersion(0, 4)
@@ -24,8 +25,11 @@ PROMPTS = [[5, 6], [7, 8]]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.gateway.members = 1  # a thread that still waits ends here, and does not log into another test
+    world.gateway.close()
 
 
 def ref(version: PolicyVersion) -> PolicyRef:
@@ -130,7 +134,8 @@ def test_time_without_serving_node_counts_while_trainer_works(world: World) -> N
     world.gateway.open()
     source = world.source()
     source.begin([ahead()], ref)
-    time.sleep(0.5)  # the trainer is at work on an earlier step
+    until("a request", lambda: world.gateway.batches)  # the time counts from its first answer on
+    time.sleep(1.5)  # the trainer is at work on an earlier step
     world.gateway.members = 1
     key = layout.rollout(NEXT, 0, BY)
     until_s = time.monotonic() + HANG_S

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from grpo_orch.policies.control.rollback import changes_to_save_memory
 from tests.node.trainer.rig import GRPO, open_rig
 
-CLOSE = 1e-6
+CLOSE = 1e-5  # gradients summed in another order
 STEPS = 2
 # Completions of many lengths. Not AdamW: its first update is the sign of the gradient, however small that is.
 SETTINGS = {"max_steps": STEPS, "save_steps": STEPS, "max_completion_length": 48, "optim": "sgd"}
