@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import httpx
 import msgspec
-from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_orch.checkpoint.store.run_store import Store
@@ -102,7 +101,6 @@ class World:
         self.nodes: list[Node] = []
         self._head_s, self._policy = head_s, policy
         self._folder, self._store = folder, store
-        self._is_silent = False
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> World:
@@ -117,9 +115,7 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         enter = self._stack.enter_async_context
         self._stack.push_async_callback(self.members.close)
-        app = self.gateway.app()
-        app.on_response_prepare.append(self._cut)
-        await enter(listening(app, self.gateway.is_authorized, sock, None, self._head_s))
+        await enter(listening(self.gateway.app(), self.gateway.is_authorized, sock, None, self._head_s))
         headers = {"Authorization": f"Bearer {TOKEN}"}
         client = httpx.AsyncClient(headers=headers, base_url=self.url, timeout=HANG_S, trust_env=False)
         self.http = await enter(client)
@@ -137,14 +133,6 @@ class World:
             await node.close()
         await self._stack.aclose()
         assert watched, self._watching.exception()
-
-    def silence(self) -> None:
-        """Let the gateway answer nothing from now on, as if it was killed."""
-        self._is_silent = True
-
-    async def _cut(self, request: web.Request, _: web.StreamResponse) -> None:
-        if self._is_silent and request.transport is not None:
-            request.transport.abort()
 
     def want(self, policy: str) -> None:
         self.members.want(PolicyRef(policy, f"policies/{policy}"))

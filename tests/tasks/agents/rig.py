@@ -135,13 +135,8 @@ def runner_of(
     )
 
 
-def batch_of(
-    rows: list[dict[str, object]],
-    deadline_s: float = 600.0,
-    policy: PolicyRef = POLICY,
-    sampling: dict[str, object] | None = None,
-) -> Batch:
+def batch_of(rows: list[dict[str, object]], deadline_s: float = 600.0) -> Batch:
     requests = [
         SessionRequest(index, [], 100 + index, f"0-0-0-{index}-0", dict(row)) for index, row in enumerate(rows)
     ]
-    return Batch(policy, sampling or {"temperature": 1.0}, list(requests), deadline_s)
+    return Batch(POLICY, {"temperature": 1.0}, list(requests), deadline_s)

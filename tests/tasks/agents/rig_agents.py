@@ -36,11 +36,6 @@ async def answers(base_url: str, api_key: str, row: Row) -> float:
     return len(messages[1]["content"]) / 10
 
 
-async def misnames(base_url: str, api_key: str, _: Row) -> float:
-    ask(base_url, api_key, [{"role": "user", "content": "?"}], model="gpt-17")
-    return 1.0
-
-
 async def none(*_: Any) -> None:
     return None
 
