@@ -86,7 +86,7 @@ def test_sigterm_ends_the_daemon_and_leaves_the_machines(run: SmallRun) -> None:
 
 def test_machines_end_without_daemon_and_gateway(tmp_path: Path) -> None:
     """The daemon is killed and no gateway works: nothing is left, also of what the work has started."""
-    run = SmallRun(tmp_path, policies={"fleet": {"dead_man_min": 0.1}})
+    run = SmallRun(tmp_path, policies={"fleet": {"dead_man_min": 0.5}})
     try:
         run.start()
         nodes = list(run.state.nodes)

@@ -23,7 +23,7 @@ SEED = int(os.environ.get("SEED", str(time.time_ns() % 100_000)))
 HEALS = ("packets lost", "cable out", "server stopped", "engine stopped")
 # What a gateway says that has waited for a node's tokens for longer than for any answer. However slow the machine
 # is, an answer or a word of its agent that does not come is noticed before that.
-WAITED = "although it answers"
+WAITED = "but health is ok"
 KILLS = ("server killed", "engine killed", "half-open")
 
 

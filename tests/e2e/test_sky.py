@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.harness import kill
 from tests.e2e.sky_harness import SkyRun
 from tests.rigs.sky.rig import SkyRig
 
@@ -49,8 +50,7 @@ def test_lost_nodes_are_replaced_while_api_server_and_daemon_die(run: SkyRun, sk
     run.told(taken, "preempted")
     others = run.node("rollout-0"), run.node("rollout-1")
     run.until("a machine is bought", lambda: any(node in i.cluster for i in run.running() for node in others))
-    for pid in sky_rig.api_server_pids():
-        os.kill(pid, signal.SIGKILL)
+    kill(sky_rig.api_server_pids())
     os.kill(run.status()["daemon"]["pid"], signal.SIGKILL)
     run.cli("resume", "-d")
     run.serving(*SLOTS)

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.budget import HANG_S
+
 COMMAND = (sys.executable, "-m", "grpo_orch")
-TIMEOUT_S = 60
+TIMEOUT_S = HANG_S
 
 
 def in_terminal(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_orch.policies.model import exit_codes
+from tests.e2e.harness import kill
 from tests.e2e.sky_harness import SkyRun
 from tests.rigs.sky.home import make_home
 from tests.rigs.sky.rig import SkyRig
@@ -37,8 +38,7 @@ def test_machines_work_new_ones_join_and_all_are_returned(
     run.stepped()
     bought = {instance.id for instance in run.running()}
     os.kill(run.status()["daemon"]["pid"], signal.SIGKILL)
-    for pid in sky_rig.api_server_pids():
-        os.kill(pid, signal.SIGKILL)
+    kill(sky_rig.api_server_pids())
     (sky_rig.folder / "home").rename(sky_rig.folder / "lost")
 
     name = f"{sky_rig.name}-elsewhere"

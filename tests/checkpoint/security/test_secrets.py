@@ -38,6 +38,7 @@ from grpo_orch.policies.model.pools import PoolOffer
 from grpo_orch.policies.model.spec import Dataset, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.tick.snapshot import Machine
+from tests.budget import HANG_S
 from tests.generators.config_world import changed, furnish
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
@@ -146,8 +147,10 @@ def steered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[S
     monkeypatch.setattr(daemon, "open_cloud", lambda *_: cloud)
     run = run_spec(tmp_path, report_to="wandb")
     documents.create_run(store, RunRecord(documents.SCHEMA, run_id_of("sim", store.url), 0.0, run))
-    threading.Timer(20.0, stop.set).start()
+    guard = threading.Timer(HANG_S, stop.set)
+    guard.start()
     yield store, cloud
+    guard.cancel()
     assert not any(value.encode() in data for value in HERE.values() for data in _all_bytes(tmp_path))
 
 

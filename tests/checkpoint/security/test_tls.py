@@ -173,7 +173,7 @@ def ask_as_the_gateway(port: int, _folder: Path) -> None:
     async def ask() -> None:
         pool = Pool(identity.address(HOST, port), identity.client_context(TOKEN))
         with contextlib.suppress(OSError):
-            connection, receiver = await pool.connect(5.0), Nobody()
+            connection, receiver = await pool.connect(HANG_S), Nobody()
             connection.send([f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()], receiver)
             await receiver.over.wait()
 

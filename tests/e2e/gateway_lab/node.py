@@ -61,15 +61,16 @@ class Node:
 
     def serves_at(self) -> int:
         """The port that vLLM's server was told."""
-        lines = dict(self._processes())
-        said = re.search(r"--port (\d+)", lines[until(f"a server on {self.name}", self.server)])
+        server = until(f"a server on {self.name}", self.server)
+        said = re.search(r"--port (\d+)", dict(self._processes())[server])
         assert said is not None
         return int(said[1])
 
     def end(self) -> None:
         """All of it at once, as when the machine is gone."""
         for pid in self.port.pids():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # some end with one before them
+                os.kill(pid, signal.SIGKILL)
         self._agent.wait()
 
     def _processes(self) -> Iterator[tuple[int, str]]:

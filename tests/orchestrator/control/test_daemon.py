@@ -55,6 +55,17 @@ def test_process_prints_any_text_in_an_ascii_locale(tmp_path: Path, monkeypatch:
     assert log.read_text("utf-8") == "yanıt ✓ \\ud83d\n"
 
 
+# A delivery may take long on a busy machine.
+PATIENT = f"""
+import sys
+from grpo_orch.orchestrator import notify
+from grpo_orch.orchestrator.control import daemon
+daemon.DRAIN_S = {HANG_S}
+notify.Notifier.__init__.__defaults__ = ({HANG_S}, notify.RETRY_S, notify.RETRY_MAX_S)
+sys.exit(daemon.main())
+"""
+
+
 def test_failed_run_is_notified_before_its_daemon_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
 
@@ -73,7 +84,7 @@ def test_failed_run_is_notified_before_its_daemon_ends(tmp_path: Path, monkeypat
     with HTTPServer(("127.0.0.1", 0), Service) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"json://127.0.0.1:{server.server_port}/secret"
-        words = [sys.executable, "-m", "grpo_orch.orchestrator.control.daemon", store.url, "up"]
+        words = [sys.executable, "-c", PATIENT, store.url, "up"]
         done = subprocess.run(
             words, env={**os.environ, "HOOK": url}, capture_output=True, text=True, timeout=HANG_S, check=True
         )

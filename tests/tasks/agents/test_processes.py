@@ -33,12 +33,9 @@ def hosts() -> Iterator[list[AgentHost]]:
 
 
 async def run(
-    host: AgentHost, row: dict[str, Any] | None = None, stop_after_s: float | None = None, seed: int = 7
+    host: AgentHost, row: dict[str, Any] | None = None, stop: asyncio.Event | None = None, seed: int = 7
 ) -> AgentResult:
-    stop = asyncio.Event()
-    if stop_after_s is not None:
-        asyncio.get_running_loop().call_later(stop_after_s, stop.set)
-    return await host.run("http://127.0.0.1:1/sessions/x/v1", "key", row or {}, seed, stop)
+    return await host.run("http://127.0.0.1:1/sessions/x/v1", "key", row or {}, seed, stop or asyncio.Event())
 
 
 def host_of(
@@ -77,9 +74,11 @@ async def test_agent_outcomes(hosts: list[AgentHost], agent: str, reward: float 
 
 
 async def test_hanging_agent_is_killed_with_what_it_started(hosts: list[AgentHost], tmp_path: Path) -> None:
-    row = {"folder": str(tmp_path)}
-    ended = await run(host_of(hosts, "hangs"), row, stop_after_s=SHORT_S)
-    assert ended.reason == "it was ended"
+    stop = asyncio.Event()
+    running = asyncio.create_task(run(host_of(hosts, "hangs"), {"folder": str(tmp_path)}, stop))
+    await asyncio.to_thread(until, "its pids", (tmp_path / "pids").exists)
+    stop.set()
+    assert (await running).reason == "it was ended"
     assert await gone(tmp_path)
 
 
@@ -103,8 +102,18 @@ async def test_agent_that_kills_its_keeper_costs_one_session(
 
 
 async def test_agent_that_stops_its_keeper_is_killed(hosts: list[AgentHost], tmp_path: Path) -> None:
-    ended = await run(host_of(hosts, "stops_keeper", end_s=SHORT_S), {"folder": str(tmp_path)}, stop_after_s=5.0)
-    assert ended.reason == "its process was killed"
+    def is_stopped() -> bool:
+        if not (tmp_path / "pids").exists():
+            return False
+        keeper = psutil.Process(psutil.Process(pids(tmp_path)[0]).ppid())
+        return bool(keeper.status() == psutil.STATUS_STOPPED)
+
+    stop = asyncio.Event()
+    host = host_of(hosts, "stops_keeper", end_s=SHORT_S)
+    running = asyncio.create_task(run(host, {"folder": str(tmp_path)}, stop))
+    await asyncio.to_thread(until, "its keeper is stopped", is_stopped)
+    stop.set()
+    assert (await running).reason == "its process was killed"
     assert await gone(tmp_path)
 
 
@@ -121,7 +130,7 @@ async def test_host_that_does_not_serve_costs_waiting_sessions_nothing(
     if number == signal.SIGKILL:
         host.process.kill()
     else:
-        host.fork_s = SHORT_S
+        host.fork_s = 5 * SHORT_S
         waiting.append(asyncio.create_task(run(host)))
     assert [(await one).reward for one in waiting[-3:]] == [1.0] * 3
 

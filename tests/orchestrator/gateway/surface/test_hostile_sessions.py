@@ -207,13 +207,13 @@ async def test_waiting_request_of_an_earlier_opening_holds_no_turn(world: World)
 
 
 async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
-    world.gateway.sessions.ttl_s = 0.2
-    world.gateway.sessions.policy_held_s = 0.1
     expiring = asyncio.ensure_future(world.gateway.sessions.run())
     node = await world.node("a", stalls=3)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
     await world.until(lambda: node.stalled)
+    world.gateway.sessions.ttl_s = 0.2
+    world.gateway.sessions.policy_held_s = 0.1
     await asyncio.sleep(0.5)
     node.change(stalls=FOREVER)
     assert (await asking).status_code == 200
