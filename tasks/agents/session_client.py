@@ -89,6 +89,7 @@ class SessionClient:
     def __init__(self, store: Store, token: str, by: Precedence, retry_s: float = RETRY_S) -> None:
         self._store, self._token, self._retry_s = store, token, retry_s
         self._by = "-".join(f"{part:09d}" for part in by)
+        self._clock_ns = time.time_ns() - time.monotonic_ns()  # a clock that is set back makes no earlier names
         self._url = ""
         self._http: aiohttp.ClientSession | None = None
         self._open_since: dict[object, float] = {}  # start time of each open request
@@ -143,7 +144,7 @@ class SessionClient:
 
     def _opening(self) -> str:
         """Return a name that sorts after each opening that this trainer made, and before those of a later one."""
-        return f"{self._by}-{time.time_ns():020d}"
+        return f"{self._by}-{self._clock_ns + time.monotonic_ns():020d}"
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None

@@ -17,7 +17,7 @@ from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.tasks.completions.gateway_client import GenerationFailed
 from grpo_orch.tasks.completions.rollout_source import Call, RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
-from tests.budget import HANG_S, until
+from tests.budget import until
 from tests.node.trainer.test_client import BY, SAMPLING, World
 
 NOW, NEXT = PolicyVersion(0, 3), PolicyVersion(0, 4)
@@ -54,11 +54,7 @@ def test_begun_call_is_stored_before_use_and_not_repeated(world: World) -> None:
     source = world.source()
     source.begin([ahead()], ref)
     source.begin([ahead()], no_policy)
-    key = layout.rollout(NEXT, 0, BY)
-    until_s = time.monotonic() + HANG_S
-    while rollouts.read_rollout(world.store, key) is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until("its record", lambda: rollouts.read_rollout(world.store, layout.rollout(NEXT, 0, BY)))
     got = take(source)
     assert len(world.gateway.asked) == len(got.completions) == 4
     assert {one.policy for one in got.completions} == {"0-3"}
@@ -137,13 +133,8 @@ def test_time_without_serving_node_counts_while_trainer_works(world: World) -> N
     until("a request", lambda: world.gateway.batches)  # the time counts from its first answer on
     time.sleep(1.5)  # the trainer is at work on an earlier step
     world.gateway.members = 1
-    key = layout.rollout(NEXT, 0, BY)
-    until_s = time.monotonic() + HANG_S
-    while rollouts.read_rollout(world.store, key) is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until("its record", lambda: rollouts.read_rollout(world.store, layout.rollout(NEXT, 0, BY)))
     take(source)
-    world.gateway.close()
     found = world.costs.take()
     assert found["orch/unserved_s"] >= 0.3
     assert (found["orch/wait_s"], found["orch/staleness"]) == (0, 1)

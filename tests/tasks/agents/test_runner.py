@@ -149,6 +149,19 @@ async def test_session_that_another_call_opens_is_run_again(runners: list[AgentR
     assert len(gateway.sessions.opened) == 3
 
 
+async def test_clock_that_is_set_back_orders_openings_no_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path) as gateway:
+        client = SessionClient(gateway.store, TOKEN, BY, RETRY_S)
+        before = await client.open("s", OpenSession(POLICY, 100))
+        now_ns = time.time_ns()
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns - 10**12)
+        after = await client.open("s", OpenSession(POLICY, 100))
+        await client.close()
+    assert before < after
+
+
 @pytest.mark.parametrize(
     ("agent", "why"),
     [
