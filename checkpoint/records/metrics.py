@@ -44,7 +44,6 @@ STALENESS = "orch/staleness"
 UNUSED_WINDOWS = "orch/unused_windows"
 UNUSED_TOKENS = "orch/unused_tokens"
 # Part of GENERATE_S during which the trainer generated because nodes were missing; absent if 0.
-OWN_GENERATE_S = "orch/own_generate_s"
 REWARDS_S = "orch/rewards_s"  # completions to train on were scored
 STORE_S = "orch/store_s"  # the trainer paused for a checkpoint, which precedes this step's end
 # The policies published since the previous row; absent if none was.
@@ -347,40 +346,33 @@ def _windows(rows: Sequence[MetricsRow]) -> list[_Window]:
 
 
 def _has_generation(row: MetricsRow) -> bool:
-    machine_s = row.values.get(GENERATE_NODE_S, 0.0) + row.values.get(OWN_GENERATE_S, 0.0)
-    return row.values.get(GENERATE_S, 0.0) > 0 and machine_s > 0
+    return row.values.get(GENERATE_S, 0.0) > 0 and row.values.get(GENERATE_NODE_S, 0.0) > 0
 
 
 def _step(window: _Window) -> MeasuredStep:
     values, steps, took_s = window.first.values, window.steps, window.took_s
     generated_s = values[GENERATE_S]
-    nodes = values.get(GENERATE_NODE_S, 0.0) / generated_s
-    own_s = values.get(OWN_GENERATE_S, 0.0)
-    if own_s:  # the first step of a capacity shortage waits for nodes before it begins; the others do not
-        took_s = max(generated_s, took_s - values.get(WAIT_S, 0.0))
+    nodes = values[GENERATE_NODE_S] / generated_s
     # Within a step, training overlaps with part of the generation, never with all: it waits for its first window.
     ahead_s = min(generated_s, values.get(AHEAD_S, 0.0)) if values.get(STALENESS) else 0.0
-    return MeasuredStep(
-        took_s / steps, generated_s / steps, nodes, window.first.tokens / steps, own_s / steps, ahead_s / steps
-    )
+    return MeasuredStep(took_s / steps, generated_s / steps, nodes, window.first.tokens / steps, ahead_s / steps)
 
 
 def _timing(window: _Window) -> StepTiming:
     took_s, steps = window.took_s, window.steps
-    generate_s, own_s = window.sum(GENERATE_S), window.sum(OWN_GENERATE_S)
+    generate_s = window.sum(GENERATE_S)
     wait_s, publish_s = min(took_s, window.sum(WAIT_S)), window.sum(PUBLISH_S)
     ahead_s = min(generate_s, window.sum(AHEAD_S))
-    idle_s = min(took_s, wait_s + max(0.0, generate_s - own_s - ahead_s))
+    idle_s = min(took_s, wait_s + max(0.0, generate_s - ahead_s))
     unserved_s = window.sum(UNSERVED_S)
     # While the trainer works, GENERATE_S includes the time from the request until a node serves it.
     hidden_s = max(0.0, unserved_s - wait_s)
-    has_nodes = window.sum(GENERATE_NODE_S) > 0
     return StepTiming(
         step_s=took_s / steps,
         generate_s=max(0.0, generate_s - hidden_s) / steps,
-        train_s=max(0.0, took_s - idle_s - own_s - publish_s) / steps,
+        train_s=max(0.0, took_s - idle_s - publish_s) / steps,
         sync_s=(publish_s + unserved_s) / steps,
         trainer_idle_s=idle_s / steps,
-        fleet_idle_s=max(0.0, took_s - generate_s - wait_s) / steps if has_nodes else 0.0,
+        fleet_idle_s=max(0.0, took_s - generate_s - wait_s) / steps,
         staleness=window.first.values.get(STALENESS),
     )

@@ -349,7 +349,6 @@ def _pinned_by_others(parent: Store) -> set[str]:
 # An evaluation's name is a digest of its run.yaml without the keys that do not affect answers.
 IDLE_KEYS = ("notify", "metrics_port")
 IDLE_POLICIES = ("fleet", "kl")
-IDLE_ROLLOUT_KEYS = ("own_generation_after_s",)
 NAMED_MAX = 8  # policies in an evaluation's name, because names of folders are limited
 
 
@@ -421,10 +420,9 @@ def run_of(
 
 def _without_idle_keys(spec: dict[str, Any]) -> dict[str, Any]:
     """Return the spec without the keys that do not affect answers, so that they do not change the name."""
-    rollout = {key: value for key, value in spec["rollout"].items() if key not in IDLE_ROLLOUT_KEYS}
     policies = {key: value for key, value in spec["policies"].items() if key not in IDLE_POLICIES}
     answering = {key: value for key, value in spec.items() if key not in IDLE_KEYS}
-    return answering | {"policies": policies, "rollout": rollout}
+    return answering | {"policies": policies}
 
 
 def _contents(spec: RunSpec, problems: Dataset | tuple[Dataset, ...]) -> dict[str, str]:

@@ -140,7 +140,6 @@ MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("rollout", "replicas", "max"): (0, False),
     ("rollout", "deadline_s"): (0, True),
     ("rollout", "max_staleness"): (0, False),
-    ("rollout", "own_generation_after_s"): (0, False),
     ("rollout", "vllm", "gpu-memory-utilization"): (0, True),  # vLLM's own bounds (0.32, `config/cache.py`)
     ("policies", "kl", "limit"): (0, True),
     ("policies", "kl", "on_rollback", "beta_factor"): (1, False),

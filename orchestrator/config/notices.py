@@ -14,7 +14,6 @@ from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
 from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.training import own_generation_obstacle
 from grpo_orch.policies.weights.adapters import adapter_obstacle
 
 # A notice is added if a rollback would discard more checkpoints than this.
@@ -29,7 +28,6 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     _note_merged_adapter(spec, findings)
     note_idle_gpus(spec, findings)
     _note_unused_rollout_keys(spec, findings)
-    _note_own_generation(spec, findings)
     note_processes(spec, findings)
     note_secrets(spec, findings)
     _note_several_regions(spec, findings)
@@ -89,18 +87,6 @@ def _note_unused_rollout_keys(spec: RunSpec, findings: Findings) -> None:
     for key in ("resources", "setup", "vllm", "env", "recovery"):
         if getattr(spec.rollout, key) != getattr(RolloutSpec(), key):
             findings.notice(("rollout", key), "not used: with replicas: 0 the trainer generates, without vLLM")
-
-
-def _note_own_generation(spec: RunSpec, findings: Findings) -> None:
-    key, after_s = "own_generation_after_s", spec.rollout.own_generation_after_s
-    if generates_itself(spec) or after_s is None:
-        return
-    why = own_generation_obstacle(spec)
-    if why and after_s != getattr(RolloutSpec(), key):
-        findings.notice(("rollout", key), f"not used: {why}")
-    elif not why and after_s >= spec.rollout.deadline_s:
-        message = f"without nodes, requests fail before the trainer generates; raise it above {key} ({after_s:g})"
-        findings.notice(("rollout", "deadline_s"), message)
 
 
 def _note_several_regions(spec: RunSpec, findings: Findings) -> None:

@@ -23,13 +23,13 @@ from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming, step_ti
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.costs.steps import shape_of, trainer_shape_of
+from grpo_orch.policies.costs.steps import StepShape, shape_of
 from grpo_orch.policies.detect.divergence import Detector, Point, follow
 from grpo_orch.policies.detect.pitfalls import Pitfall, Pitfalls, find_pitfalls
 from grpo_orch.policies.model.spec import KlPolicy
 from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.tick.snapshot import ControllerVerdict, Measured, Trainer
+from grpo_orch.policies.tick.snapshot import ControllerVerdict, Trainer
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class MetricsWatch:
         self._state = WatchState()
         self._pitfalls: list[Pitfall] = []  # not returned yet
         self._recent = deque[MetricsRow](maxlen=RECENT_ROWS)  # as read; rows of repeated steps occur twice
-        self._measured = Measured()
+        self._step_shape: StepShape | None = None
         self._is_shape_outdated = False
         self._attempt: tuple[str, int] | None = None  # of the last trainer that was seen training
         self._stored_step = 0  # its newest stored checkpoint at that time
@@ -121,13 +121,12 @@ class MetricsWatch:
         timings = step_timings(list(self._recent)[-TIMED_ROWS:])
         return timings[-1][1] if timings else None
 
-    def measured(self) -> Measured:
-        """Return the measured shape of recent steps."""
+    def step_shape(self) -> StepShape | None:
+        """Return the measured shape of recent steps; None before there are enough."""
         if self._is_shape_outdated:
             self._is_shape_outdated = False  # even on failure: the next rows are another try
-            steps = step_times(self._recent)
-            self._measured = Measured(shape_of(steps), trainer_shape_of(steps))
-        return self._measured
+            self._step_shape = shape_of(step_times(self._recent))
+        return self._step_shape
 
     def _is_same_attempt(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))

@@ -37,7 +37,6 @@ from grpo_orch.policies.tick.snapshot import (
     Gateway,
     LaunchRefused,
     Machine,
-    Measured,
     Snapshot,
     Stored,
     Trainer,
@@ -156,7 +155,6 @@ class TrainerWatch:
 
     Attributes:
         moved_at_s: when its downloads or uploads last made progress.
-        stepped_at_s: when its current step was first seen.
     """
 
     def __init__(self, store: Store, unreadable: UnreadableDocuments | None = None) -> None:
@@ -165,13 +163,11 @@ class TrainerWatch:
         self._heartbeat: Trainer | None = None
         self._seen_at_s = 0.0
         self._last_stage: Stage | None = None  # when it last made progress
-        self.moved_at_s = self.stepped_at_s = -math.inf
+        self.moved_at_s = -math.inf
 
     def observe(self, now_s: float) -> Trainer | None:
         """Return the newest heartbeat with the time at which it was first seen. Raises StoreError."""
         heartbeat = documents.TRAINER.read(self._store, self._unreadable)
-        if heartbeat is not None and (self._heartbeat is None or heartbeat.step != self._heartbeat.step):
-            self.stepped_at_s = now_s
         if heartbeat != self._heartbeat:
             self._heartbeat, self._seen_at_s = heartbeat, now_s
         stage = None if heartbeat is None else heartbeat.stage
@@ -268,7 +264,6 @@ class Observer:
             ),
             trainer=trainer,
             trainer_moved_at_s=self._trainer.moved_at_s,
-            stepped_at_s=self._trainer.stepped_at_s,
             refused=refused,
             commands=commands,
             verdict=watched,
@@ -276,7 +271,7 @@ class Observer:
             pools=self._prices.pools() if self._has_pools else (),
             prices_trouble=self._prices.trouble(),
             controller=self._controller_cost() if has_budget else ControllerCost(),
-            measured=self._watch(trainer, self.metrics.measured) or Measured(),
+            step_shape=self._watch(trainer, self.metrics.step_shape),
             store=self._stored(state, needs_target=needs_target),
             steady_s=0.0 if machines is None else steady_s,
         )

@@ -37,9 +37,6 @@ class Physics:
     A machine is up `launch_s` after its request and set up `setup_s` later. A rollout node then loads the weights:
     the first of a fleet from the store in `first_weights_s`, others from that node in `weights_s`. Each time
     varies between machines by up to the share `spread`.
-
-    A trainer that generates itself takes `own_slower` times as long as one node: it uses as many GPUs, but
-    transformers' `generate` instead of vLLM.
     """
 
     fixed_s: float = 60.0
@@ -49,7 +46,6 @@ class Physics:
     first_weights_s: float = 120.0
     weights_s: float = 30.0
     spread: float = 0.3
-    own_slower: float = 10.0
     take_back_s: float = 120.0  # from preemption notice to preemption
     noticed: float = 0.7  # share of preemptions with a notice
     save_steps: int = 5
@@ -118,9 +114,6 @@ class SimulatedMachine:
     spool: list[PolicyVersion] = field(default_factory=list)
     generated_s: float = 0.0  # in the current step
     generated_node_s: float = 0.0
-    own_s: float = 0.0  # part of generated_s in which the trainer generated itself
-    alone_s: float = 0.0  # seconds without rollout nodes
-    generates_itself: bool = False
 
     def __post_init__(self) -> None:
         self.role = role_of(self.node)

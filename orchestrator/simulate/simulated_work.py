@@ -32,7 +32,7 @@ from grpo_orch.policies.model.spec import CheckpointsSpec, RunSpec, generates_it
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import PolicyVersion, Role
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
-from grpo_orch.policies.tick.snapshot import OWN_GENERATION, Trainer
+from grpo_orch.policies.tick.snapshot import Trainer
 
 TOKENS_PER_STEP = 1e6
 
@@ -126,13 +126,10 @@ class Work:
             return
         is_leaving = self._is_leaving(machine)
         trip, _ = self.trips.get(machine.timeline, (self.max_steps + 1, 0))
-        machine.generates_itself = False
         makes_progress = is_leaving or machine.step >= trip or self._step(machine, dt_s)
         step = int(machine.step)
         self._seal(machine, step, is_final=is_leaving or step >= self.max_steps, is_tripped=step >= trip)
         activity = "training" if makes_progress else "waiting"
-        if makes_progress and machine.generates_itself:
-            activity = OWN_GENERATION
         if step >= self.max_steps and not machine.spool:
             activity = "done"
         if step >= trip and not machine.spool:
@@ -164,18 +161,11 @@ class Work:
         return True
 
     def _step(self, machine: SimulatedMachine, dt_s: float) -> bool:
-        """Make a part of a step. Returns whether it could.
-
-        It needs rollout nodes, or has been without them for so long that it generates itself.
-        """
+        """Make a part of a step. Returns whether it could: without rollout nodes it waits."""
         physics = self._cloud.physics
         working = [node for node in self._cloud.of(Role.ROLLOUT) if node.is_working(self._cloud.time_s)]
         nodes = 1 if generates_itself(self._spec) else len(working)
         speed = nodes if generates_itself(self._spec) else sum(node.speed for node in working)
-        machine.alone_s = 0.0 if nodes else machine.alone_s + dt_s
-        after_s = self._spec.rollout.own_generation_after_s
-        if nodes == 0 and after_s is not None and machine.alone_s >= after_s:
-            machine.generates_itself, speed = True, 1 / physics.own_slower
         if speed == 0 or machine.step - self.stored_step >= physics.behind_steps:
             return speed > 0
         before = machine.step
@@ -183,7 +173,6 @@ class Work:
         generating_share = physics.generation_node_s / speed / physics.step_s(speed)
         machine.generated_s += dt_s * generating_share
         machine.generated_node_s += dt_s * generating_share * nodes
-        machine.own_s += dt_s * generating_share * machine.generates_itself
         self.made_steps += machine.step - before
         if self._logs and int(machine.step) > int(before):
             self._log(machine)
@@ -198,9 +187,7 @@ class Work:
             metrics.GENERATE_NODE_S: machine.generated_node_s,
             metrics.TOKENS: TOKENS_PER_STEP,
         }
-        if machine.own_s:
-            values[metrics.OWN_GENERATE_S] = machine.own_s
-        machine.generated_s = machine.generated_node_s = machine.own_s = 0.0
+        machine.generated_s = machine.generated_node_s = 0.0
         at_s = EPOCH_S + self._cloud.time_s
         machine.log.append(metrics.MetricsRow(machine.timeline, int(machine.step), at_s, machine.attempt, values))
 

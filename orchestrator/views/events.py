@@ -9,7 +9,7 @@ from typing import Any
 from grpo_orch.checkpoint.journal import Record
 from grpo_orch.checkpoint.records.documents import RehearsedFault
 from grpo_orch.checkpoint.store.codec import event_to_plain
-from grpo_orch.orchestrator.views.formatting import duration, effect_words, moment, skipped_words, start_words
+from grpo_orch.orchestrator.views.formatting import effect_words, moment, skipped_words, start_words
 from grpo_orch.policies.model import events, exit_codes
 from grpo_orch.policies.model.events import Event
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
@@ -104,14 +104,6 @@ def sentence(event: Event) -> str:
             newest = f"the newest stored checkpoint is of step {event.stored_step}"
             stored = newest if event.stored_step else "no checkpoint is stored yet"
             return f"The store is slow: the checkpoint of step {event.step} is postponed; {stored}"
-        case events.TrainerGenerates():
-            waited = (
-                "" if event.waited_s is None else f" and no machine was available for {duration(event.waited_s)}"
-            )
-            return f"No rollout node is serving{waited}: the trainer generates completions from step {event.step}"
-        case events.NodesGenerate():
-            before = f"the trainer did so for {duration(event.lasted_s)}"
-            return f"Rollout nodes generate completions again from step {event.step}; {before}"
         case _:
             return _SENTENCES[type(event)].format(e=event)
 

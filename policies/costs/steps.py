@@ -120,7 +120,6 @@ class MeasuredStep:
         generated_s: time in which completions were made.
         nodes: that made them.
         tokens: of the completions.
-        trainer_generated_s: of `generated_s`, time in which the trainer made them because no node was available.
         ahead_s: of `generated_s`, time in which the trainer worked on earlier steps.
     """
 
@@ -128,7 +127,6 @@ class MeasuredStep:
     generated_s: float
     nodes: float
     tokens: float
-    trainer_generated_s: float = 0.0
     ahead_s: float = 0.0
 
 
@@ -137,7 +135,6 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
 
     `steps` are in order of time.
     """
-    steps = [step for step in steps if not step.trainer_generated_s]
     if len(steps) < ENOUGH:
         return None
     recent = steps[-RECENT:]
@@ -147,15 +144,6 @@ def shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
     if any(step.ahead_s for step in recent):
         return StepShape(other_s, shared_node_s * tokens, ahead_s=tail_s * tokens)
     return StepShape(other_s + tail_s * tokens, shared_node_s * tokens)
-
-
-def trainer_shape_of(steps: Sequence[MeasuredStep]) -> StepShape | None:
-    """Return the shape of the newest steps whose completions the trainer made, counted as one node; None: none."""
-    own = [step for step in steps if step.trainer_generated_s > step.generated_s / 2][-ENOUGH:]
-    if not own:
-        return None
-    other_s = median(max(0.0, step.took_s - step.generated_s) for step in own)
-    return StepShape(other_s, median(step.generated_s for step in own))
 
 
 def _seconds_a_token(steps: Sequence[MeasuredStep]) -> dict[int, float]:

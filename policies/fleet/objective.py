@@ -98,15 +98,14 @@ def compare(
     question: str,
     candidates: Sequence[Candidate],
     horizon_s: float,
-    worth_usd: float | None = None,
     unknown: str = "",
 ) -> Comparison:
     """Rank the candidates by their loss. The first of equals wins, so put the present allocation first.
 
-    `worth_usd`: of a step; None: the cheapest candidate's cost of a step. `unknown`: see Comparison.
+    A step is worth what the cheapest candidate's costs. `unknown`: see Comparison.
     """
     costs = [candidate.step_usd for candidate in candidates if candidate.step_s is not None]
-    worth = min(costs, default=0.0) if worth_usd is None else worth_usd
+    worth = min(costs, default=0.0)
     ranked = sorted(
         candidates, key=lambda candidate: (not candidate.in_time, candidate.loss_usd(worth, horizon_s))
     )

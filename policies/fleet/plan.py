@@ -4,7 +4,7 @@ Four questions are answered by comparing a few candidates each:
 
 - how many nodes to run if spot is available;
 - how many on-demand nodes replace unavailable spot;
-- whether a trainer without rollout nodes waits, generates alone, or parks;
+- whether a trainer without rollout nodes waits or parks;
 - whether rollout nodes without a trainer are kept.
 
 `replicas` and the deadline limit the candidates. A run that has reached its budget gets no machines here; single
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, step_usd
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape
 from grpo_orch.policies.fleet.budget import Spending, are_set, caps_of
 from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
 from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_in_time
@@ -34,9 +34,8 @@ from grpo_orch.policies.fleet.objective import (
     size_summary,
 )
 from grpo_orch.policies.model.breaker import PROBE_MAX_S, SPOT_STABLE_S
-from grpo_orch.policies.model.loss import steps_of_generation
 from grpo_orch.policies.model.phases import FILLING_NODE, UNTRAINED_ROLLBACK
-from grpo_orch.policies.model.spec import Budget, RunSpec, processes_of, stores_checkpoints
+from grpo_orch.policies.model.spec import Budget, RunSpec, stores_checkpoints
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, slot_of
 from grpo_orch.policies.tick.snapshot import GENERATES, HEARTBEAT_FRESH_S, Snapshot
@@ -46,11 +45,9 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
 # An on-demand node serves this long before spot is retried; a failed try costs a few %.
 FALLBACK_MIN_S = PROBE_MAX_S
-# Logged steps until a step with the trainer's own generation is measured: it ends at the next generation's row.
-OWN_STEP_ROWS = 2
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
-WAIT, OWN, PARK = "a waiting trainer", "the trainer alone", "parking"
+WAIT, PARK = "a waiting trainer", "parking"
 KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
 
 
@@ -106,7 +103,7 @@ class _Planner:
         serving = [node for node in self.spot if node.phase is NodePhase.SERVING]
         self.stable = len([node for node in serving if node.since_s <= stable_s])
         self.wanted = rollouts_wanted(state, spec)
-        self.shape, self.prices = snapshot.measured.step, hourly_prices(state)
+        self.shape, self.prices = snapshot.step_shape, hourly_prices(state)
         self.progress = deadline_progress(state, spec, snapshot.trainer, snapshot.now_s)
         self.is_behind = self.progress is not None and self.progress.is_behind
         self.is_safe = self.progress is None or self.progress.is_safe
@@ -238,10 +235,6 @@ class _Planner:
             for count in dict.fromkeys(counts)
             if count >= min(needed, present)
         ]
-        own = self.snapshot.measured.own_step
-        if own is not None and not spot + present and self.spec.rollout.own_generation_after_s is not None:
-            alone = Candidate(OWN, spot_usd, own.seconds(1), in_time=not self.is_behind)
-            candidates.insert(1, alone)
         return compare(question, candidates, horizon_s, unknown="" if self.shape else NOT_MEASURED)
 
     def needed(self, spot: int) -> int:
@@ -314,10 +307,10 @@ class _Planner:
             self.market.reserve_trainer(spending)
         return self.market.refusal(market, spending)
 
-    # A trainer without rollout nodes: it waits, generates alone, or the run parks.
+    # A trainer without rollout nodes: it waits, or the run parks.
 
     def idle_trainer(self) -> Comparison | None:
-        """Compare waiting, own generation and parking for a waiting trainer for which no market has a node."""
+        """Compare waiting and parking for a waiting trainer for which no market has a node."""
         node = self.waiting_trainer()
         if node is None or self.state.shortages.rollout_since_s is None or not self.is_nothing_available():
             return None
@@ -328,55 +321,17 @@ class _Planner:
         node_usd = usd if unknown or node_usd <= 0 else node_usd
         boot_s = self.market.start_s(Role.TRAINER, node.market)
         restart_usd = max(IDLE_MIN_S * usd, boot_s * (usd + node_usd)) / 3600
-        worth_usd = self.own_worth_usd()
         candidates = [
             Candidate(PARK, 0.0, change_usd=restart_usd, in_time=not self.is_behind),
             Candidate(WAIT, usd, in_time=not self.is_behind),
         ]
-        if (own_s := self.own_step_s(3600 * restart_usd / usd, worth_usd)) is not None:
-            step_s = own_s if math.isfinite(own_s) else None
-            candidates.append(Candidate(OWN, self.prices.other_usd_per_h, step_s))
-        return compare("idle trainer", candidates, self.idle_s(node), worth_usd, unknown)
+        return compare("idle trainer", candidates, self.idle_s(node), unknown)
 
     def idle_s(self, node: Node) -> float:
         since_s = self.state.shortages.rollout_since_s or 0.0
         # It may have had a step to train when it lost its last node.
         trained_s = 0.0 if self.shape is None else self.shape.fixed_s
         return self.snapshot.silent_s(max(since_s, node.since_s)) - trained_s
-
-    def own_worth_usd(self) -> float | None:
-        """Return the worth of a step that the trainer makes alone; None before any step was measured.
-
-        It is the step's cost with the best number of on-demand nodes.
-        """
-        # Without a step made by nodes, assume that a node generates as fast as the trainer.
-        shape, other_usd = self.shape or self.snapshot.measured.own_step, self.prices.other_usd_per_h
-        if shape is None:
-            return None
-        prices = HourlyPrices(other_usd, self.on_demand_usd or other_usd)
-        return step_usd(shape, prices, best_count(shape, prices, max(1, self.replicas.min), self.replicas.max))
-
-    def own_step_s(self, idle_limit_s: float, worth_usd: float | None) -> float | None:
-        """Return the seconds of a step that the trainer makes alone; None if it is not worth its price.
-
-        Until one is measured, assume that it is. A run behind its deadline takes any step.
-        """
-        since_s, usd = self.state.own_generation_since_s, self.prices.other_usd_per_h
-        own = self.snapshot.measured.own_step
-        if since_s is None:
-            return None
-        limit_s = idle_limit_s if worth_usd is None else math.inf if usd <= 0 else worth_usd * 3600 / usd
-        # Completions for several steps are generated together, before the first of these steps.
-        batch_steps = max(1.0, steps_of_generation(self.spec.grpo, processes_of(self.spec)))
-        if (
-            self.snapshot.silent_s(max(since_s, self.snapshot.stepped_at_s))
-            >= idle_limit_s + batch_steps * limit_s
-        ):
-            return None  # no progress
-        if own is None:
-            rows_s = OWN_STEP_ROWS * max(batch_steps, int(self.spec.grpo.get("logging_steps", 1))) * limit_s
-            return limit_s if self.snapshot.silent_s(since_s) < idle_limit_s + rows_s else None
-        return own.seconds(1) if own.seconds(1) <= limit_s or self.is_behind else None
 
     def waiting_trainer(self) -> Node | None:
         """Return the trainer's node if it only waits for rollout nodes and its progress can be stored."""

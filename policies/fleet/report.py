@@ -1,4 +1,4 @@
-"""Report to the user: shortages, missed deadlines, a nearly spent budget, and who generates.
+"""Report to the user: shortages, missed deadlines, a nearly spent budget.
 
 Each topic has a state. It is journalled when the state differs from the last report of that topic.
 """
@@ -14,15 +14,12 @@ from grpo_orch.policies.model.events import (
     CapacityShortage,
     DeadlineMissed,
     Event,
-    NodesGenerate,
     PitfallFound,
-    TrainerGenerates,
 )
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.reports import PITFALL
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
 from grpo_orch.policies.tick.draft import Tick
-from grpo_orch.policies.tick.snapshot import GENERATING, OWN_GENERATION
 
 NEAR_SHARE = 0.8  # of `budget.usd`: once spent, the user is notified while there is time to raise it
 MISSING_S = 3600.0  # without a machine of a role; shorter shortages are common
@@ -32,7 +29,7 @@ PRICES = "prices"  # a kind of PitfallFound event
 def report(tick: Tick) -> None:
     """Journal each topic of a live run whose state has changed."""
     if tick.state.phase in LIVE_RUN:
-        for topic in (_money, _generation, _capacity, _deadline):
+        for topic in (_money, _capacity, _deadline):
             for event, reason in topic(tick):
                 tick.report(event, reason)
 
@@ -52,23 +49,6 @@ def _money(tick: Tick) -> Iterator[tuple[Event, str]]:
         )
         text = f"the cloud does not list its offers: {error}; {effect}"
         yield PitfallFound(PRICES, step, text), text
-
-
-def _generation(tick: Tick) -> Iterator[tuple[Event, str]]:
-    """Report who makes the completions: rollout nodes, or the trainer while none is available."""
-    beat, since_s = tick.snapshot.trainer, tick.state.own_generation_since_s
-    if beat is None or tick.state.phase is not RunPhase.TRAINING or beat.timeline != tick.state.timeline:
-        return
-    if beat.activity == OWN_GENERATION:
-        without_s = tick.state.shortages.rollout_since_s
-        waited_s = None if without_s is None else tick.waited_s(without_s)
-        yield TrainerGenerates(beat.step, waited_s), "no rollout node is available: the trainer generates"
-    elif since_s is not None:
-        # A waiting trainer without nodes will generate again.
-        is_serving = any(node.phase is NodePhase.SERVING for node in tick.state.live(Role.ROLLOUT))
-        if is_serving or beat.activity == GENERATING:
-            event = NodesGenerate(beat.step, tick.waited_s(since_s))
-            yield event, f"rollout nodes generate again, at step {beat.step}"
 
 
 def _capacity(tick: Tick) -> Iterator[tuple[Event, str]]:
@@ -98,7 +78,7 @@ def _deadline(tick: Tick) -> Iterator[tuple[Event, str]]:
     course = deadline_progress(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
     if course is None:
         return
-    shape, max_nodes = tick.snapshot.measured.step, tick.spec.rollout.replicas.max
+    shape, max_nodes = tick.snapshot.step_shape, tick.spec.rollout.replicas.max
     if shape is None or max_nodes == 0:
         if course.now_s > course.deadline_s:
             event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, max_nodes, None)

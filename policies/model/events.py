@@ -91,25 +91,6 @@ class StoreCaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerGenerates:
-    """The trainer generates from `step` on, because no rollout node is available.
-
-    `waited_s`: for how long no node had served; None: one exists and does not serve.
-    """
-
-    step: int
-    waited_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodesGenerate:
-    """Rollout nodes generate again, after `lasted_s`."""
-
-    step: int
-    lasted_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class SpecProved:
     """A trainer has trained: run.yaml, its data and its rewards work."""
 
@@ -131,8 +112,6 @@ RunEvent = (
     | PitfallFound
     | StoreSlowed
     | StoreCaughtUp
-    | TrainerGenerates
-    | NodesGenerate
     | SpecProved
     | DocumentUnreadable
 )

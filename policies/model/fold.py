@@ -40,7 +40,6 @@ from grpo_orch.policies.model.events import (
     MachineEvent,
     NodeMoved,
     NodeRequested,
-    NodesGenerate,
     PitfallFound,
     ProbationPassed,
     RebalanceRecommended,
@@ -54,11 +53,10 @@ from grpo_orch.policies.model.events import (
     TimelineForked,
     TimelineResumed,
     TrainerFenced,
-    TrainerGenerates,
 )
 from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
 from grpo_orch.policies.model.pools import Pool, PoolRecord, with_launch, with_refusal, with_stay
-from grpo_orch.policies.model.reports import BUDGET, CAPACITY, GENERATION, with_report, without
+from grpo_orch.policies.model.reports import BUDGET, CAPACITY, with_report, without
 from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
@@ -302,8 +300,6 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             PitfallFound()
             | StoreSlowed()
             | StoreCaughtUp()
-            | TrainerGenerates()
-            | NodesGenerate()
             | DocumentUnreadable()
             | BudgetRefused()
             | BudgetNeared()
@@ -320,7 +316,6 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
     was_parked = state.phase is RunPhase.PARKED
     parked_at_s = time_s if event.phase is RunPhase.PARKED else None
     state = replace(state, phase=event.phase, reason=event.reason, parked_at_s=parked_at_s)
-    state = replace(state, reports=without(state.reports, GENERATION))
     if event.phase is not RunPhase.STARTING:
         return state
     if was_parked:  # no user acted, so failures still count; the trainer's machine is missing only from now on

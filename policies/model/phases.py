@@ -67,7 +67,7 @@ ROLLBACK_EDGES: dict[tuple[S | None, S | None], str] = {
     (S.BEGUN, S.FORKED): "the new timeline is in the store",
     (S.FORKED, S.FENCED): "the old trainer has ended",
     (S.FENCED, S.RESUMED): "a trainer trains on the new timeline",
-    (S.RESUMED, S.PROBATION): "a rollout node serves a policy of the new timeline, or the trainer generates alone",
+    (S.RESUMED, S.PROBATION): "a rollout node serves a policy of the new timeline, or the trainer generates",
     (S.PROBATION, None): "the new timeline passed the old one's trip by the required number of steps",
     (S.BEGUN, S.BEGUN): "a user requests another rollback, which replaces this one",
     (S.FORKED, S.BEGUN): "a user requests another rollback",

@@ -17,23 +17,20 @@ from grpo_orch.policies.model.events import (
     DeadlineMissed,
     DocumentUnreadable,
     Event,
-    NodesGenerate,
     PitfallFound,
     StoreCaughtUp,
     StoreSlowed,
-    TrainerGenerates,
 )
 
-UNREADABLE, BUDGET, CAPACITY, DEADLINE, GENERATION, PITFALL, STORE = (
+UNREADABLE, BUDGET, CAPACITY, DEADLINE, PITFALL, STORE = (
     "unreadable",
     "budget",
     "capacity",
     "deadline",
-    "generation",
     "pitfall",
     "store",
 )
-SLOW, BY_TRAINER = "slow", "trainer"
+SLOW = "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +63,6 @@ def topic_of(event: Event) -> tuple[str, str] | None:
             return STORE, SLOW
         case StoreCaughtUp():
             return STORE, "caught up"
-        case TrainerGenerates():
-            return GENERATION, BY_TRAINER
-        case NodesGenerate():
-            return GENERATION, "nodes"
         case _:
             return None
 

@@ -190,9 +190,6 @@ class RolloutSpec:
     recovery: Recovery = "continue"
     # Completions are generated that many steps ahead, [while the trainer works](staleness.md).
     max_staleness: int = 0
-    # Seconds without a node after which the trainer [generates](spot-machines.md#generation-by-the-trainer); null:
-    # never.
-    own_generation_after_s: float | None = 300.0
 
 
 # Defaults of `grpo` where windows are sampled from older policies. TRL's own default masks by the ratio of whole

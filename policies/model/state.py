@@ -10,7 +10,7 @@ from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
 from grpo_orch.policies.model.phases import LIVE_NODE
 from grpo_orch.policies.model.pools import Pool, PoolRecord
-from grpo_orch.policies.model.reports import BY_TRAINER, GENERATION, SLOW, STORE, UNREADABLE, Reports
+from grpo_orch.policies.model.reports import SLOW, STORE, UNREADABLE, Reports
 from grpo_orch.policies.model.timelines import Fork, probation_until
 from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Role, RollbackStage, RunPhase
 
@@ -162,12 +162,6 @@ class RunState:
     def is_proved(self) -> bool:
         """Whether a trainer can work with run.yaml: one has trained."""
         return self.proved_at_s is not None
-
-    @property
-    def own_generation_since_s(self) -> float | None:
-        """Since when the trainer generates, because no rollout node is available; None: it does not."""
-        report = self.reports.get(GENERATION)
-        return report.at_s if report is not None and report.state == BY_TRAINER else None
 
     @property
     def is_store_slow(self) -> bool:

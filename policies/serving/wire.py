@@ -46,7 +46,6 @@ HEADER_POLICY = "X-Grpo-Policy"
 HOLD_S = 1.0  # the gateway holds an announcement this long; it doubles as the heartbeat interval
 SILENT_S = 2.5  # a member without an announcement for this long is removed
 REFUSED = "refused"  # finish reason of a completion that no node accepts
-CUT = "cut"  # finish reason of an unfinished completion
 STATUS_S = 2.0  # maximum time between the gateway's status writes to the store
 ROLLOUTS = "/v1/rollouts"
 JOINING = "/joining"
@@ -190,8 +189,6 @@ class Batch:
     A completion whose node is lost continues on another from the tokens that have arrived or, with `recovery:
     exact`, starts over; both give the completion that the first node would have made. Only nodes that hold
     `policy` serve.
-
-    After `patience_s` without any node, the batch ends, and each unfinished completion is returned as `cut`.
     """
 
     policy: PolicyRef
@@ -199,7 +196,6 @@ class Batch:
     requests: list[CompletionRequest]
     deadline_s: float
     recovery: Recovery = "continue"
-    patience_s: float | None = None  # None: up to the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +232,7 @@ class Completion:
     index: int
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: str  # vLLM's, REFUSED or CUT
+    finish_reason: str  # vLLM's, or REFUSED
     policy: str
     node: str
     refused: str = ""
@@ -261,7 +257,6 @@ class BatchLine:
     """One line of a batch's response: exactly one field is set. `end` and `error` end the batch."""
 
     completion: Completion | None = None
-    cut: Completion | None = None  # the tokens so far of a completion that another process may continue
     progress: Progress | None = None
     end: Progress | None = None
     error: str | None = None

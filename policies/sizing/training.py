@@ -221,28 +221,12 @@ def _layer_params(layer: Linear, lora: Lora) -> int:
     return lora.rank * (layer.inputs + layer.outputs)
 
 
-# Memory of a trainer that generates itself, by transformers' `generate`: in a run without rollout nodes
-# (`rollout.replicas: 0`), or while none is available. And the trainers that cannot.
+# Memory of a trainer that generates itself, by transformers' `generate`, in a run without rollout nodes
+# (`rollout.replicas: 0`).
 
 # Bytes for each word of the vocabulary and completion when the next token is drawn: logits, processed and as
 # log-probabilities, in float32, and their sum in float64 (`tasks/trl/own_generation.py`).
 DRAW_BYTES = 3 * 4 + 2 * 8
-
-
-def own_generation_obstacle(spec: RunSpec) -> str:
-    """Return why a trainer does not replace unavailable rollout nodes by generating itself; empty: it does."""
-    if spec.rollout.recovery == "exact":
-        return "with recovery: exact every completion must be a rollout node's"
-    if spec.rollout.max_staleness:
-        return "with max_staleness completions come from an older policy, whose weights the trainer no longer has"
-    if spec.trainer.agent is not None:
-        return "agents need the gateway's sessions"
-    if divides_weights(spec):
-        return "no process of the trainer has the whole model"
-    for key in ("generation_kwargs", "vllm_structured_outputs_regex"):
-        if spec.grpo.get(key):
-            return f"grpo.{key} needs vLLM"
-    return ""
 
 
 def generating(shape: Shape, training: Training) -> dict[str, int]:

@@ -27,9 +27,7 @@ from grpo_orch.policies.serving.joining import JoiningNode, Stage
 
 HEARTBEAT_FRESH_S = 10.0  # the trainer sends a heartbeat every 2 s
 BEFORE_TRAINING = frozenset({"starting", "restoring"})  # activities of a trainer that does not train yet
-OWN_GENERATION = "generating alone"  # the trainer replaces rollout nodes
-GENERATING = "generating"  # rollout nodes generate
-GENERATES = frozenset({GENERATING, "waiting", OWN_GENERATION})
+GENERATES = frozenset({"generating", "waiting"})  # activities of a trainer that needs rollout nodes now
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class Trainer:
     timeline: int
     step: int
     max_steps: int
-    activity: str  # starting, restoring, waiting, generating, OWN_GENERATION, training, storing, done
+    activity: str  # starting, restoring, waiting, generating, training, storing, done
     beat_at_s: float
     kl: float | None = None
     stored_step: int | None = None  # of the newest checkpoint in the store
@@ -131,14 +129,6 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The measured shape of the newest steps; None before there are enough."""
-
-    step: StepShape | None = None  # with nodes
-    own_step: StepShape | None = None  # with the trainer's completions, counted as one node
-
-
-@dataclass(frozen=True, slots=True)
 class ControllerCost:
     """Cost of the machine of a `--remote` daemon: so far, and an hour."""
 
@@ -163,7 +153,6 @@ class Snapshot:
     gateway: Gateway = Gateway()
     trainer: Trainer | None = None
     trainer_moved_at_s: float = -math.inf  # last progress of its machine's downloads and uploads
-    stepped_at_s: float = -math.inf  # when its present step was first seen
     refused: tuple[LaunchRefused, ...] = ()
     commands: tuple[Command, ...] = ()
     verdict: ControllerVerdict | None = None
@@ -173,7 +162,7 @@ class Snapshot:
     pools: tuple[PoolOffer, ...] | None = ()
     prices_trouble: str = ""  # why either is still unknown after several tries
     controller: ControllerCost = ControllerCost()
-    measured: Measured = Measured()
+    step_shape: StepShape | None = None  # measured, of the newest steps; None: before there are enough
     store: Stored = Stored()
     steady_s: float = math.inf
 

@@ -25,7 +25,7 @@ from grpo_orch.policies.serving.wire import Batch, Completion, OpenSession, Trac
 from grpo_orch.tasks.agents.host import AgentResult
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.agents.session_client import Forwarder, OpenedSession, SessionClient, SessionLost
-from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed, NoNodeServing
+from grpo_orch.tasks.completions.gateway_client import Generated, GenerationFailed
 from grpo_orch.tasks.completions.rollout_source import CHECK_INTERVAL_S, Call, RolloutSource, SessionRequest
 from grpo_orch.tasks.rewards.user_calls import BadReward
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
@@ -107,10 +107,6 @@ class AgentRunner:
     ) -> Generated:
         """Like `complete`, for calls from another thread. Raises GenerationFailed, Fenced, StoreError."""
         return self._complete(batch, on_completion, report_activity, self._heartbeat.check)
-
-    def resume(self, _batch: Batch, error: NoNodeServing) -> None:
-        """Raise `error`: the trainer's own model cannot run sessions."""
-        raise error
 
     def forget(self, sessions: Iterable[Session]) -> None:
         """Have the gateway drop sessions, in the background and without a guarantee."""

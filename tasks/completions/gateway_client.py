@@ -65,28 +65,6 @@ class Generated:
     wait_s: float  # seconds in which no node could serve
 
 
-class NoNodeServing(Exception):
-    """No rollout node was available for `patience_s` of the batch.
-
-    Args:
-        made: finished completions.
-        cut: partial completions.
-        discarded: tokens that were lost.
-        wait_s: seconds in which no node could serve.
-    """
-
-    def __init__(self, made: list[Completion], cut: list[Completion], discarded: int, wait_s: float) -> None:
-        super().__init__(f"no rollout node is serving; {len(made)} completions are finished, {len(cut)} partial")
-        self.made, self.cut, self.discarded, self.wait_s = made, cut, discarded, wait_s
-
-    def after(self, earlier: list[Generated]) -> NoNodeServing:
-        """Return the same error with the earlier, finished parts of the batch added."""
-        made = [completion for part in earlier for completion in part.completions]
-        discarded = sum(part.discarded for part in earlier)
-        wait_s = sum(part.wait_s for part in earlier)
-        return NoNodeServing([*made, *self.made], self.cut, discarded + self.discarded, wait_s + self.wait_s)
-
-
 class GatewayClient:
     """Complete batches through the run's gateway.
 
@@ -118,15 +96,10 @@ class GatewayClient:
         here, because the gateway would refuse the whole batch.
 
         Raises GenerationFailed after `batch.deadline_s` without a token or a node that makes progress, or when
-        the gateway refuses the batch; NoNodeServing; Fenced; LeaveNow; StoreError.
+        the gateway refuses the batch; Fenced; LeaveNow; StoreError.
         """
         sendable = [request for request in batch.requests if request.prompt_token_ids]
-        made: list[Generated] = []
-        for piece in split_batches(sendable):
-            try:
-                made.append(self._complete(replace(batch, requests=piece), on_completion))
-            except NoNodeServing as unserved:
-                raise unserved.after(made) from None
+        made = [self._complete(replace(batch, requests=piece), on_completion) for piece in split_batches(sendable)]
         found = {completion.index: completion for part in made for completion in part.completions}
         label = batch.policy.label
         return Generated(
@@ -145,10 +118,6 @@ class GatewayClient:
         background = copy.copy(self)
         background._say, background._interrupt = report_activity, lambda: None
         return background.complete(batch, on_completion)
-
-    def resume(self, _batch: Batch, unserved: NoNodeServing) -> None:
-        """Raise `unserved`. Never called for a batch without `patience_s`."""
-        raise unserved
 
     def _complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
         call = GatewayCall(batch, arrived)
@@ -220,7 +189,6 @@ class GatewayCall:
         self._clock = clock
         self._arrived = arrived
         self.done: dict[int, Completion] = {}
-        self._cut: list[Completion] = []
         self.served = True  # whether a node can serve it, by the latest report
         self._discarded = 0  # over the finished connections
         self._wait_s = 0.0
@@ -250,22 +218,19 @@ class GatewayCall:
         self.served = True
 
     def process(self, line: BatchLine) -> None:
-        """Process one line of the answer. Raises GenerationFailed, GatewayLost, NoNodeServing."""
+        """Process one line of the answer. Raises GenerationFailed, GatewayLost."""
         self._count_wait()
         if line.error is not None:
             raise GenerationFailed(f"the gateway gave up: {line.error}")
         if line.completion is not None:
             self._accept(line.completion)
-        elif line.cut is not None:
-            self._check(line.cut)
-            self._cut.append(line.cut)
         elif (progress := line.end or line.progress) is not None:
             if progress.tokens > self._latest.tokens or progress.joining_events > self._moves:
                 self._progress_s = self._counted_s
             self._latest, self._moves = progress, progress.joining_events
             self.served = progress.members > 0
             if line.end is not None and not self.finished:
-                self._raise_incomplete()
+                raise GatewayLost("it ended the batch with completions missing")
 
     def cut(self) -> None:
         """Handle a lost connection. Tokens in flight are lost unless the gateway keeps them."""
@@ -273,7 +238,6 @@ class GatewayCall:
         self._count_losses()
         self._lost = self._latest.discarded, max(0, self._latest.tokens - self._finished_tokens)
         self._latest, self._finished_tokens, self.served = NO_PROGRESS, 0, False
-        self._cut.clear()
 
     def _count_losses(self) -> None:
         """Count the losses of the previous connection.
@@ -301,14 +265,6 @@ class GatewayCall:
         now_s = self._clock()
         self._wait_s += 0.0 if self.served else now_s - self._counted_s
         self._counted_s = now_s
-
-    def _raise_incomplete(self) -> None:
-        """End a batch that lacks completions. Raises GatewayLost, NoNodeServing."""
-        if self.batch.patience_s is None:
-            raise GatewayLost("it ended the batch with completions missing")
-        self._count_losses()
-        discarded = self._discarded + self._latest.discarded
-        raise NoNodeServing(list(self.done.values()), self._cut, discarded, self._wait_s)
 
     def _check(self, completion: Completion) -> None:
         wanted = self.batch.policy.label

@@ -25,11 +25,10 @@ from grpo_orch.checkpoint.records import rollouts
 from grpo_orch.checkpoint.records.rollouts import EVALUATION_CALLS, Rollout, Session
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, Role, machine_of
+from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence, Recovery, machine_of
 from grpo_orch.policies.serving.trainer_requests import request_seed
 from grpo_orch.policies.serving.wire import Batch, Completion, CompletionRequest, PolicyRef
-from grpo_orch.tasks.completions.gateway_client import Generated, NoNodeServing
-from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
+from grpo_orch.tasks.completions.gateway_client import Generated
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
@@ -45,7 +44,7 @@ class CompletionClient(Protocol):
     def complete(self, batch: Batch) -> Generated:
         """Return once every request of the batch is finished.
 
-        Raises GenerationFailed, TrainerMustGenerate, Fenced, LeaveNow.
+        Raises GenerationFailed, Fenced, LeaveNow.
         """
 
 
@@ -58,11 +57,8 @@ class BackgroundClient(CompletionClient, Protocol):
         """Complete the batch in a thread.
 
         Call `on_completion` with each completion, and `report_activity` with the trainer's activity if it waits
-        for this batch. Raises GenerationFailed, NoNodeServing, Fenced.
+        for this batch. Raises GenerationFailed, Fenced.
         """
-
-    def resume(self, batch: Batch, unserved: NoNodeServing) -> None:
-        """Resume, in the next request, a batch that a thread began and that no node could finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,22 +207,6 @@ class _BackgroundBatch:
             if not begun.made.done():
                 begun.made.set_exception(error)
 
-    def give_up(self, unserved: NoNodeServing) -> None:
-        """Stop for lack of nodes: each unfinished call keeps its partial result, the first also the losses."""
-        losses = unserved.discarded, unserved.wait_s
-        for start, end, begun in zip(self._starts, self._starts[1:], self._begun, strict=False):
-            if not begun.made.done():
-                made, cut = (
-                    [
-                        replace(completion, index=completion.index - start)
-                        for completion in completions
-                        if start <= completion.index < end
-                    ]
-                    for completions in (unserved.made, unserved.cut)
-                )
-                begun.made.set_exception(NoNodeServing(made, cut, *losses))
-                losses = 0, 0.0
-
     def _finish(self, position: int, discarded: int, wait_s: float) -> None:
         begun, done_at_s = self._begun[position], time.monotonic()
         indices = range(self._starts[position], self._starts[position + 1])
@@ -318,7 +298,6 @@ class RolloutSource:
         self._check_stop = check_stop
         self._at = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
-        self._asked_s = 0.0  # duration of the current call's requests that ended in TrainerMustGenerate
         self._foreseen: _Foreseen | None = None  # calls that an evaluation will make
         self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
         self._done_at_s = 0.0  # when the latest awaited background call finished
@@ -344,7 +323,7 @@ class RolloutSource:
         pulled. `policy` is the version to sample from; it defaults to that of the step. `number` is the call's
         number within its step; it defaults to the next one.
 
-        Raises GenerationFailed, TrainerMustGenerate, BadPrompts, Fenced, LeaveNow, StoreError.
+        Raises GenerationFailed, BadPrompts, Fenced, LeaveNow, StoreError.
         """
         self._heartbeat.check()
         self._heartbeat.update("training")  # the prompts are tokenized: rollout nodes are worth their cost
@@ -419,7 +398,7 @@ class RolloutSource:
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
         if begun is not None and begun.digest == digest:
-            generated = self._awaited(begun, requests, policies)
+            generated = self._awaited(begun)
         elif (stored := self._read_stored(call, digest)) is not None:
             generated = _replayed(stored)
         else:
@@ -439,33 +418,22 @@ class RolloutSource:
         return rollout
 
     def _generate(
-        self,
-        call: Call,
-        requests: list[CompletionRequest],
-        digest: str,
-        policies: Policies,
-        unserved: NoNodeServing | None = None,
+        self, call: Call, requests: list[CompletionRequest], digest: str, policies: Policies
     ) -> _CallResult:
-        """Make the call while the trainer waits, starting from the partial result in `unserved`, if any."""
+        """Make the call while the trainer waits."""
         began_s = time.monotonic()
         try:
             batch = self._batch(call, requests, policies(call.policy))
-            if unserved is not None:
-                self._aside.resume(batch, unserved)
             published_s = time.monotonic()
             generated = self._gateway.complete(batch)
-        except TrainerMustGenerate:  # the call is retried, and its wait is reported at the end
-            self._asked_s += time.monotonic() - published_s
-            raise
         finally:
             ended_s = time.monotonic()
             self._costs.generated_s += ended_s - began_s
-        asked_s, self._asked_s = self._asked_s + ended_s - published_s, 0.0
         rollout, machines = _rollout(call, digest, batch.policy, generated), _machines_of(generated.completions)
         return _CallResult(
             rollout,
             is_stored=False,
-            took_s=asked_s,
+            took_s=ended_s - published_s,
             machines=machines,
             wait_s=generated.wait_s,
             unserved_s=generated.wait_s,
@@ -477,8 +445,6 @@ class RolloutSource:
         try:
             batch = self._batch(begun[0].call, together.requests(self._run_seed), policy)
             together.end(self._aside.complete_in_background(batch, together.take, begun[0].activity.report))
-        except NoNodeServing as unserved:
-            together.give_up(unserved)
         except BaseException as error:  # noqa: BLE001  # else the trainer would wait forever
             together.fail(error)
 
@@ -492,12 +458,10 @@ class RolloutSource:
                 self._store_rollout(rollout)
         return True
 
-    def _awaited(
-        self, begun: _BackgroundCall, requests: list[CompletionRequest], policies: Policies
-    ) -> _CallResult:
-        """Wait for a background call; make it here if no node serves it. Raises the call's other errors."""
+    def _awaited(self, begun: _BackgroundCall) -> _CallResult:
+        """Wait for a background call. Raises its error."""
         began_s = looked_s = time.monotonic()
-        unserved_s, unserved = 0.0, None
+        unserved_s = 0.0
         try:
             while not wait([begun.made], CHECK_INTERVAL_S).done:
                 self._check_stop()
@@ -505,13 +469,9 @@ class RolloutSource:
                 before_s, looked_s = looked_s, time.monotonic()
                 unserved_s += looked_s - before_s if begun.activity.now == "waiting" else 0.0
             generated = begun.made.result()
-        except NoNodeServing as error:
-            unserved = error
         finally:
             waited_s = time.monotonic() - began_s
             self._costs.generated_s += waited_s
-        if unserved is not None:
-            return self._generate(begun.call, requests, begun.digest, policies, unserved)
         # Count only the time after the previous call: calls of one batch are made roughly one after the other.
         took_s = min(generated.took_s, max(0.0, generated.done_at_s - self._done_at_s))
         self._done_at_s = max(self._done_at_s, generated.done_at_s)
@@ -587,6 +547,5 @@ def _rollout(call: Call, digest: str, policy: PolicyRef, generated: Generated) -
 
 
 def _machines_of(made: Sequence[Completion]) -> int:
-    """Count the rollout machines that made these, or the trainer's machines if no rollout machine did."""
-    machines = {machine_of(completion.node) for completion in made if completion.node}
-    return len([machine for machine in machines if not machine.startswith(Role.TRAINER)] or machines)
+    """Count the machines that made these."""
+    return len({machine_of(completion.node) for completion in made if completion.node})

@@ -21,7 +21,6 @@ class StepCosts:
     ahead_s: float = 0.0  # part of generate_s and wait_s in which the trainer worked on earlier steps
     unserved_s: float = 0.0  # training requests were open while no node could serve them
     staleness: int | None = None  # steps between sampling and training, maximum of all windows; None: no window
-    own_generate_s: float = 0.0  # part of generate_s in which the trainer replaced missing rollout nodes
     rewards_s: float = 0.0  # scoring completions to train on
     store_s: float = 0.0  # the trainer waited for a checkpoint
     replayed: list[bool] = field(default_factory=list)  # of each training call
@@ -51,13 +50,6 @@ class StepCosts:
         self.unserved_s += unserved_s
         self.generate_s += seconds
         self.generate_node_s += seconds * machines
-
-    def add_own_generation(self, seconds: float, *, training: bool) -> None:
-        """Add time in which the trainer generated completions itself, instead of rollout nodes."""
-        self.generated_s += seconds
-        if training:
-            self.generate_s += seconds
-            self.own_generate_s += seconds
 
     def refuse(self, prompts: int, row: int | None, tokens: int, limit_tokens: int | None) -> None:
         """Count prompts that were left out. `row`, `tokens` and `limit_tokens` describe the last one."""
@@ -93,15 +85,13 @@ class StepCosts:
             values[metrics.REPLAYED] = float(all(self.replayed))
         if finite := [reward for reward in self.rewards if math.isfinite(reward)]:
             values[metrics.REWARD_MIN], values[metrics.REWARD_MAX] = min(finite), max(finite)
-        if self.own_generate_s:
-            values[metrics.OWN_GENERATE_S] = round(self.own_generate_s, 3)
         if self.ahead_s:
             values[metrics.AHEAD_S] = round(self.ahead_s, 3)
         if self.staleness is not None:
             values[metrics.STALENESS] = float(self.staleness)
         values |= self.refused | self.published
         self.tokens, self.discarded, self.wait_s, self.refused, self.published = 0, 0, 0.0, {}, {}
-        self.generate_s = self.generate_node_s = self.ahead_s = self.own_generate_s = 0.0
+        self.generate_s = self.generate_node_s = self.ahead_s = 0.0
         self.unserved_s = self.rewards_s = self.store_s = 0.0
         self.staleness = None
         self.replayed.clear()

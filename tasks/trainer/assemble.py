@@ -23,14 +23,12 @@ from grpo_orch.policies.model.node_contract import SPOOL
 from grpo_orch.policies.model.spec import AgentSpec, RunSpec, generates_itself
 from grpo_orch.policies.model.timelines import Fork, forked_spec
 from grpo_orch.policies.model.vocabulary import Precedence
-from grpo_orch.policies.sizing.training import own_generation_obstacle
 from grpo_orch.policies.weights.adapters import QUANTISED, adapter_obstacle, engine_type
 from grpo_orch.policies.weights.tensors import ServedTypes
 from grpo_orch.tasks.agents.processes import AgentHost, AgentStartError
 from grpo_orch.tasks.agents.runner import AgentRunner, AgentSource, Limits
 from grpo_orch.tasks.agents.session_client import SessionClient
 from grpo_orch.tasks.completions.gateway_client import GatewayClient
-from grpo_orch.tasks.completions.node_shortage import NodeShortage
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.base_model import identity_of, model_config, model_folder
@@ -67,7 +65,7 @@ from grpo_orch.tasks.trainer.user_objects import (
 )
 from grpo_orch.tasks.trl import trl_grpo
 from grpo_orch.tasks.trl.fleet_client import FleetClient
-from grpo_orch.tasks.trl.own_generation import OwnGeneration, OwnShare
+from grpo_orch.tasks.trl.own_generation import OwnGeneration
 from grpo_orch.tasks.trl.parts import agents
 from grpo_orch.tasks.trl.parts.checkpointing import why_not_resumable
 from grpo_orch.tasks.trl.parts.refused import row_of
@@ -77,7 +75,7 @@ from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
 
-Source = OwnGeneration | NodeShortage | GatewayClient | AgentRunner
+Source = OwnGeneration | GatewayClient | AgentRunner
 FIRST: Precedence = (0, 1, 1)  # of a run's first trainer
 SAMPLES_RETRY_S = 30.0  # nothing depends on samples, so do not wait longer
 SAVES_BEHIND_MAX = 10  # without `checkpoints.max_behind_steps`: how many saves the store may be behind
@@ -119,8 +117,6 @@ def assemble(
     refused.row_of = functools.partial(row_of, trainer)
     own.attach(trainer)
     first = trainer.is_world_process_zero()
-    if isinstance(source, NodeShortage):
-        client.own_share = OwnShare(source if first else None, own)
     publisher = (own if source is own else policy_publisher(start, trainer)) if first else None
     client.attach(trainer, publisher, env.timeline)
     wanted = start.spec.trainer
@@ -143,20 +139,12 @@ def assemble(
 
 
 def _source(start: Start, own: OwnGeneration, config: Any) -> Source:
-    """Return the source of the run's completions.
-
-    This is an agent on rollout nodes, the trainer itself, rollout nodes, or rollout nodes with the trainer as
-    fallback while the fleet is empty.
-    """
+    """Return the source of the run's completions: an agent on rollout nodes, the trainer, or rollout nodes."""
     if start.spec.trainer.agent is not None:
         return _agent_runner(start, start.spec.trainer.agent, config)
     if generates_itself(start.spec):
         return own
-    gateway = GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check)
-    after_s = start.spec.rollout.own_generation_after_s
-    if after_s is None or own_generation_obstacle(start.spec):
-        return gateway
-    return NodeShortage(gateway, after_s, start.check_stop, start.heartbeat, start.costs)
+    return GatewayClient(start.store, start.env.token, start.heartbeat, start.leaving.check)
 
 
 def _agent_runner(start: Start, agent: AgentSpec, config: Any) -> AgentRunner:

@@ -36,7 +36,6 @@ SUMMED_KEYS = (  # summed over a row's logs
     metrics.GENERATE_S,
     metrics.GENERATE_NODE_S,
     metrics.AHEAD_S,
-    metrics.OWN_GENERATE_S,
     metrics.UNSERVED_S,
     metrics.REWARDS_S,
     metrics.STORE_S,

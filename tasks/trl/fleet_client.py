@@ -13,12 +13,10 @@ from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.canary import Canary
 from grpo_orch.policies.serving.wire import PolicyRef
-from grpo_orch.tasks.completions.node_shortage import TrainerMustGenerate
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.tensors import LazyTensor
-from grpo_orch.tasks.trl.own_generation import OwnShare
 from grpo_orch.tasks.trl.windows_ahead import WindowsAhead
 
 log = structlog.get_logger()
@@ -29,7 +27,6 @@ class Instead(Enum):
 
     LEAVING = "leave this machine"
     WEIGHTS_FIRST = "publish the weights together"
-    OWN_TURN = "generate completions together, while no rollout node is available"
 
 
 class NoPrompt(Enum):
@@ -49,7 +46,6 @@ class _WeightsFirst(Exception):
 
 _INSTEAD: dict[type[Exception], Instead] = {
     LeaveNow: Instead.LEAVING,
-    TrainerMustGenerate: Instead.OWN_TURN,
     _WeightsFirst: Instead.WEIGHTS_FIRST,
 }
 
@@ -81,7 +77,6 @@ class FleetClient:
             that may have caused it. No node would serve such weights.
         foresees: whether to announce an evaluation's prompts. False where the trainer's own model would take them
             all as one batch.
-        own_share: generates this process's part while no rollout node is available; None: wait for nodes.
         windows: requests windows ahead; None: each step is sampled from its own policy.
         trained_on: the training calls since the caller last emptied the list.
     """
@@ -97,7 +92,6 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
         self.foresees = False
-        self.own_share: OwnShare | None = None
         self.windows: WindowsAhead | None = None
         self._turn = (-1, 0)  # the window, and how many of its calls are made
         self.trained_on: list[Rollout] = []
@@ -199,7 +193,7 @@ class FleetClient:
                 policies=self._policy,
                 **of_window,
             )
-        except (LeaveNow, TrainerMustGenerate, _WeightsFirst) as interruption:
+        except (LeaveNow, _WeightsFirst) as interruption:
             return _INSTEAD[type(interruption)]
         if training:
             self._turn = self._turn[0], self._turn[1] + 1
@@ -241,11 +235,6 @@ class FleetClient:
             "logprobs": [[[logprob] for logprob in row] for row in logprobs],
             "logprob_token_ids": [[[token] for token in row] for row in completion_ids],
         }
-
-    def take_own_turn(self, accelerator: Any) -> None:
-        """Generate some completions with the trainer's own model, in all processes, at Instead.OWN_TURN."""
-        assert self.own_share is not None
-        self.own_share.make(accelerator, training=bool(self._trainer.model.training))
 
     def _version(self) -> PolicyVersion:
         return PolicyVersion(self._timeline, self._trainer.state.global_step)

@@ -1,5 +1,4 @@
-"""Completions from the trainer's own model: with `rollout.replicas: 0`, or while no rollout node is available
-(`tasks.completions.node_shortage`).
+"""Completions from the trainer's own model, with `rollout.replicas: 0`.
 
 It replaces the gateway and nothing else: each completion has a seed of its own, is stored before the step is
 applied, and is read back by a restarted trainer. A run without rollout nodes publishes no policies.
@@ -8,13 +7,10 @@ applied, and is read back by a restarted trainer. A run without rollout nodes pu
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -25,11 +21,8 @@ from transformers.generation.logits_process import (
 )
 
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, Completion, CompletionRequest, PolicyRef
+from grpo_orch.policies.serving.wire import REFUSED, Batch, Completion, CompletionRequest, PolicyRef
 from grpo_orch.tasks.completions.gateway_client import Generated
-from grpo_orch.tasks.completions.node_shortage import NodeShortage, Share
-from grpo_orch.tasks.machine.leaving import LeaveNow
-from grpo_orch.tasks.storing.heartbeat import Fenced
 from grpo_orch.tasks.trl.canary import as_evaluated
 
 
@@ -57,8 +50,8 @@ class OwnGeneration:
         """Return None: only the present weights can generate."""
         return None
 
-    def complete(self, batch: Batch, begun: Sequence[Completion] = ()) -> Generated:
-        """Return every completion, in the order of the requests; those in `begun` continue from their tokens.
+    def complete(self, batch: Batch) -> Generated:
+        """Return every completion, in the order of the requests.
 
         Raises Fenced, LeaveNow, torch.OutOfMemoryError.
         """
@@ -69,24 +62,17 @@ class OwnGeneration:
             if (refusal := self._refusal(request, most, batch.policy.label))
         }
         accepted = [request for request in batch.requests if request.index not in refused]
-        earlier = {completion.index: completion for completion in begun}
-        made = {new.index: new for new in self._generated(batch, accepted, earlier)} if accepted else {}
+        made = {new.index: new for new in self._generated(batch, accepted)} if accepted else {}
         completions = [made.get(request.index) or refused[request.index] for request in batch.requests]
         return Generated(completions, discarded=0, wait_s=0.0)
 
-    def _generated(
-        self, batch: Batch, requests: list[CompletionRequest], begun: Mapping[int, Completion]
-    ) -> Iterator[Completion]:
+    def _generated(self, batch: Batch, requests: list[CompletionRequest]) -> Iterator[Completion]:
         trainer, length = self._trainer, int(batch.sampling["max_tokens"])
         model, ends = trainer.model, list(trainer.eos_token_ids)
-        nothing = Completion(-1, [], [], CUT, batch.policy.label, "")
-        earlier = self._fitting(requests, [begun.get(request.index, nothing) for request in requests], length)
-        texts = [request.prompt_token_ids + old.token_ids for request, old in zip(requests, earlier, strict=True)]
-        ids, mask = _padded(texts, ends[0], model.device)
-        made = [len(old.token_ids) for old in earlier]
-        draw = _SeededDraw([request.seed for request in requests], made, length, model.device, self._tick)
+        ids, mask = _padded([request.prompt_token_ids for request in requests], ends[0], model.device)
+        draw = _SeededDraw([request.seed for request in requests], length, model.device, self._tick)
         config = GenerationConfig(
-            max_new_tokens=length - min(made),
+            max_new_tokens=length,
             do_sample=False,
             eos_token_id=ends,
             pad_token_id=ends[0],
@@ -101,37 +87,17 @@ class OwnGeneration:
                 logits_processor=LogitsProcessorList([*_shaped(batch.sampling), draw]),
             )
         tokens, logprobs = out[:, ids.shape[1] :].tolist(), torch.stack(draw.logprobs, dim=1).tolist()
-        for request, old, row, row_logprobs in zip(requests, earlier, tokens, logprobs, strict=True):
-            row = row[: length - len(old.token_ids)]
+        for request, row, row_logprobs in zip(requests, tokens, logprobs, strict=True):
             end = next((place for place, token in enumerate(row) if token in ends), None)
             new = len(row) if end is None else end + 1
             yield Completion(
                 request.index,
-                old.token_ids + row[:new],
-                old.logprobs + row_logprobs[:new],
+                row[:new],
+                row_logprobs[:new],
                 "length" if end is None else "stop",
                 batch.policy.label,
                 self._node,
-                handed_over=old.handed_over,
             )
-
-    def _fitting(
-        self, requests: list[CompletionRequest], earlier: list[Completion], length: int
-    ) -> list[Completion]:
-        """Cut earlier tokens so that the model has positions for the rest.
-
-        `generate` extends all rows until the last one ends, so each row needs as many positions as the row that
-        lacks most tokens.
-        """
-        longest = self._longest_prompt(length)
-        if longest is None:
-            return earlier
-        missing = length - min(len(completion.token_ids) for completion in earlier)
-        fitting = []
-        for request, old in zip(requests, earlier, strict=True):
-            most = longest + length - missing - len(request.prompt_token_ids)
-            fitting.append(replace(old, token_ids=old.token_ids[:most], logprobs=old.logprobs[:most]))
-        return fitting
 
     def _longest_prompt(self, completion: int) -> int | None:
         """Return the most tokens of a prompt that leave space for a completion; None if the model has no limit."""
@@ -160,7 +126,6 @@ class _SeededDraw(LogitsProcessor):  # type: ignore[misc]  # transformers has no
 
     Args:
         seeds: of each completion.
-        made: tokens that each completion has already.
         length: most tokens of a completion.
         tick: called before each token.
 
@@ -168,13 +133,9 @@ class _SeededDraw(LogitsProcessor):  # type: ignore[misc]  # transformers has no
         logprobs: of the drawn tokens, natural logarithms: one tensor of shape (completions,) for each position.
     """
 
-    def __init__(
-        self, seeds: list[int], made: list[int], length: int, device: Any, tick: Callable[[], None]
-    ) -> None:
+    def __init__(self, seeds: list[int], length: int, device: Any, tick: Callable[[], None]) -> None:
         # In [0, 1), and far enough below 1 that no rounding makes `point` reach the whole sum.
         rows = [torch.rand(length, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
-        # Each row from its next position on. The values that wrap around are drawn after its last token, unused.
-        rows = [row.roll(-count) for row, count in zip(rows, made, strict=True)]
         self._points = (torch.stack(rows) * (1 - 2**-50)).to(device)
         self._tick = tick
         self.logprobs: list[torch.Tensor] = []
@@ -230,49 +191,3 @@ def _configured(model: Any, config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-class OwnShare:
-    """One process's part of it. Each process has the whole model.
-
-    Args:
-        drought: of the first process; None in the others.
-        own: generates with this process's model.
-    """
-
-    def __init__(self, drought: NodeShortage | None, own: OwnGeneration) -> None:
-        self._drought, self._own = drought, own
-
-    def make(self, accelerator: Any, *, training: bool) -> None:
-        """Generate this process's part of the first process's share, and gather the parts there. Raises Fenced."""
-        began_s = time.monotonic()
-        share = None if self._drought is None else self._drought.share(accelerator.num_processes)
-        [share] = broadcast_object_list([share])
-        assert share is not None
-        completions, failure = self._part(share.of_process(accelerator.process_index, accelerator.num_processes))
-        parts: list[tuple[list[Completion], str | None]] = gather_object([(completions, failure)])
-        if self._drought is None:
-            return
-        gathered = [completion for part, _ in parts for completion in part]
-        self._drought.take(gathered, time.monotonic() - began_s, training=training)
-        failures = [failure for _, failure in parts if failure is not None]
-        if errors := [failure for failure in failures if failure]:
-            self._drought.record_failure(errors[0])
-        elif failures:
-            self._drought.halve_share()
-
-    def _part(self, share: Share) -> tuple[list[Completion], str | None]:
-        """Return the completions and None, or no completions and the error: empty if memory ran out."""
-        try:
-            return self._own.complete(share.batch, share.begun).completions, None
-        except LeaveNow:  # raised again in the first process before its next request
-            return [], None
-        except torch.OutOfMemoryError:
-            return [], ""
-        except Fenced:
-            raise
-        except Exception as error:  # noqa: BLE001  # the model's own code may raise anything
-            return [], f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # training needs other block sizes

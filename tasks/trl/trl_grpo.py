@@ -232,8 +232,6 @@ class FleetGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL has no types
         match instead:
             case Instead.WEIGHTS_FIRST:
                 self._publishing.publish()
-            case Instead.OWN_TURN:
-                self._fleet_client.take_own_turn(self.accelerator)
             case Instead.LEAVING:
                 raise LeaveNow
 

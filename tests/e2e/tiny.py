@@ -54,9 +54,6 @@ def tiny_run(
         spec["trainer"]["peft"] = peft
     spec["grpo"] = {**spec["grpo"], "max_steps": STEPS, "save_steps": 10, "eval_steps": 10, **changes}
     spec["rollout"] |= {"replicas": replicas, "max_staleness": max_staleness}
-    spec["rollout"]["own_generation_after_s"] = (
-        None  # on a busy machine nodes may take long, and weights are compared
-    )
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text((TINY / "rewards.py").read_text())
     return Run(folder, spec, NODE_PYTHON, server)

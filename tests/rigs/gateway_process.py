@@ -32,7 +32,6 @@ class Heard:
     """A whole answer."""
 
     completions: list[Completion]
-    cut: list[Completion]
     end: Progress | None
     error: str | None
 
@@ -144,14 +143,12 @@ def make_batch(
 
 
 def hear(lines: Iterator[BatchLine]) -> Heard:
-    completions, cut, end, error = [], [], None, None
+    completions, end, error = [], None, None
     for line in lines:
         if line.completion is not None:
             completions.append(line.completion)
-        if line.cut is not None:
-            cut.append(line.cut)
         end, error = line.end or end, line.error or error
-    return Heard(sorted(completions, key=lambda one: one.index), cut, end, error)
+    return Heard(sorted(completions, key=lambda one: one.index), end, error)
 
 
 def check_complete(batch: Batch, heard: Heard) -> None:

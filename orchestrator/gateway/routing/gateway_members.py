@@ -25,7 +25,7 @@ from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberSt
 from grpo_orch.policies.serving.joining import JoiningNode, Stage, makes_progress
 from grpo_orch.policies.serving.membership import Change, Member, Membership
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
-from grpo_orch.policies.serving.wire import HOLD_S, SILENT_S, Announce, AnnounceReply, PolicyRef, PolicyStages
+from grpo_orch.policies.serving.wire import HOLD_S, Announce, AnnounceReply, PolicyRef, PolicyStages
 
 log = structlog.get_logger()
 
@@ -73,17 +73,6 @@ class Members:
     def wanted(self) -> PolicyRef | None:
         """The newest requested policy."""
         return self.demand.newest
-
-    def has_usable_member(self) -> bool:
-        """Return whether some member is at work, or may come to hold the wanted policy.
-
-        True in the first SILENT_S, in which the members of the previous gateway may return.
-        """
-        if time.monotonic() - self._started_at_s < SILENT_S:
-            return True
-        return any(
-            row.running or not (row.unfit or self.table.is_draining(row.node)) for row in self.table.members
-        )
 
     async def any_link_except(self, failed: Container[str]) -> Link | None:
         """Return the link to the least loaded member outside `failed`, whatever it holds; None if all have failed.

@@ -247,8 +247,6 @@ def check_batch(batch: Batch) -> None:
     _check_sampling(batch.sampling)
     if not (math.isfinite(batch.deadline_s) and batch.deadline_s > 0):
         raise ApiError(400, f"deadline_s must be above 0, not {batch.deadline_s}")
-    if batch.patience_s is not None and not batch.patience_s >= 0:
-        raise ApiError(400, f"patience_s must be at least 0, not {batch.patience_s}")
 
 
 def check_session(session: OpenSession) -> None:

@@ -7,7 +7,6 @@ from seed, data and policies, and takes them over (`orphaned_requests.py`).
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -29,7 +28,7 @@ from grpo_orch.orchestrator.gateway.surface.orphaned_requests import (
     key_of,
 )
 from grpo_orch.policies.serving.membership import Member
-from grpo_orch.policies.serving.wire import CUT, REFUSED, Batch, BatchLine, Completion, Progress, Sample
+from grpo_orch.policies.serving.wire import REFUSED, Batch, BatchLine, Completion, Progress, Sample
 
 log = structlog.get_logger()
 
@@ -73,13 +72,11 @@ class BatchRun:
         self._news = asyncio.Event()
         self._unreported, ledger.unreported_discards = ledger.unreported_discards, 0
         self._is_complete = False
-        self._patience_s = math.inf if batch.patience_s is None else batch.patience_s
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in whole lines: completions as they finish, progress in between, then `end` or `error`.
 
-        After `patience_s` without a usable member, the partial completions come before `end`. Closing the iterator
-        early leaves the requests for the next trainer that makes the same ones.
+        Closing the iterator early leaves the requests for the next trainer that makes the same ones.
         """
         self._members.want(self._batch.policy, 0, self._batch.recovery)
         self._orphans.expire_superseded(self._policy)
@@ -88,7 +85,7 @@ class BatchRun:
         loop = asyncio.get_running_loop()
         remaining, has_failed = self._count, False
         most_tokens, moves, moved_at_s = 0, 0, loop.time()
-        progress_at_s, usable_at_s = moved_at_s + PROGRESS_S, moved_at_s
+        progress_at_s = moved_at_s + PROGRESS_S
         try:
             while remaining and not has_failed:
                 lines = await self._next(progress_at_s - loop.time())
@@ -104,15 +101,11 @@ class BatchRun:
                             progress.joining_events,
                             now_s,
                         )
-                    usable_at_s = now_s if self._members.has_usable_member() else max(usable_at_s, moved_at_s)
                     if now_s - moved_at_s > self._batch.deadline_s:
                         has_failed = True
                         lines.append(BatchLine(error=self._deadline_message()))
                     else:
                         lines.append(BatchLine(progress=progress))
-                        if now_s - usable_at_s > self._patience_s:
-                            lines += self._partial_lines()
-                            remaining = 0
                     progress_at_s = now_s + PROGRESS_S
                 if lines:
                     yield b"".join([_encode(line) + b"\n" for line in lines])
@@ -172,16 +165,6 @@ class BatchRun:
             if line.completion is not None:
                 self._deliver(request)
             self._emit(line)
-
-    def _partial_lines(self) -> list[BatchLine]:
-        """Return the partial completions, all of which wait for a place and may be continued."""
-        samples = (sample for prompt in self._prompts for sample in prompt.samples)
-        started = zip(samples, self._requests, strict=False)
-        return [
-            BatchLine(cut=_completion(sample.index, request.job, CUT))
-            for sample, request in started
-            if request.job.token_ids and not request.task.done()
-        ]
 
     def _emit(self, line: BatchLine) -> None:
         self._lines.append(line)

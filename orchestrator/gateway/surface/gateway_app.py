@@ -178,10 +178,7 @@ class Gateway:
         return _json(AnnounceReply(policy=self.members.wanted))
 
     async def _rollouts(self, request: web.Request) -> web.StreamResponse:
-        """Complete a trainer's batch (`policies/serving/wire.py`) and stream each completion when it is finished.
-
-        With `patience_s` the batch ends after that time without nodes, with the tokens of unfinished requests.
-        """
+        """Complete a trainer's batch (`policies/serving/wire.py`), streaming each completion once finished."""
         self.members.places.waiting.check_capacity()
         batch, prompts = await admission.read_batch(request, self.members.time_slices)
         response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/x-ndjson"})

@@ -8,7 +8,6 @@ from grpo_orch.checkpoint.records.metrics import (
     AHEAD_S,
     GENERATE_NODE_S,
     GENERATE_S,
-    OWN_GENERATE_S,
     PARTS,
     PUBLISH_S,
     REPLAYED,
@@ -77,31 +76,6 @@ def test_gap_between_trainers_and_replayed_steps_do_not_count() -> None:
     ]
 
 
-def test_step_by_own_generation_counts_separately() -> None:
-    own = row(2, 20.0, nodes=0)
-    own.values[OWN_GENERATE_S] = 4.0
-    rows = [row(1, 10.0), own, row(3, 32.0), row(4, 40.0)]
-    assert step_times(rows) == [MeasuredStep(10, 4, 0, 100, trainer_generated_s=4), MeasuredStep(12, 4, 2, 100)]
-
-
-def test_step_without_logged_node_seconds_has_no_nodes() -> None:
-    """Values that are not finite are left out of the log."""
-    rows = [
-        row(1, 10.0),
-        MetricsRow(0, 2, 20.0, 1, {GENERATE_S: 4.0, OWN_GENERATE_S: 4.0}),
-        row(3, 30.0),
-        row(4, 40.0),
-    ]
-    assert [step.nodes for step in step_times(rows)] == [0.0, 2.0]
-
-
-def test_wait_before_own_generation_is_no_part_of_its_step() -> None:
-    own = row(2, 320.0, nodes=0)
-    own.values.update({OWN_GENERATE_S: 4.0, WAIT_S: 300.0})
-    rows = [row(1, 10.0), own, row(3, 332.0), row(4, 340.0)]
-    assert step_times(rows)[0] == MeasuredStep(10, 4, 0, 100, trainer_generated_s=4)
-
-
 def test_rows_without_generation_give_no_timing() -> None:
     assert step_times([MetricsRow(0, n, 10.0 * n, 1, {TOKENS: 9.0}) for n in range(9)]) == []
 
@@ -140,12 +114,6 @@ def test_steps_of_one_window_share_its_generation() -> None:
     assert first is rows[1]
     assert (timing.step_s, timing.generate_s, timing.sync_s, timing.staleness) == (12.5, 4.0, 0.5, 2.0)
     assert timing.fleet_idle_s == pytest.approx(8.5)
-
-
-def test_trainer_that_generates_itself_is_not_idle() -> None:
-    own = MetricsRow(0, 2, 10.0, 1, {GENERATE_S: 6.0, OWN_GENERATE_S: 6.0, GENERATE_NODE_S: 0.0})
-    (found,) = timings(timed(1, 0.0), own, timed(3, 20.0))
-    assert (found.trainer_idle_s, found.fleet_idle_s, found.train_s, found.staleness) == (0.0, 0.0, 4.0, None)
 
 
 def test_median_is_taken_of_each_number() -> None:

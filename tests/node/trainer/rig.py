@@ -102,7 +102,6 @@ def run_spec(
     boot_timeout_s: float = 900.0,
     on_bad_reward: OnBadReward = "fail",
     trainer: dict[str, Any] | None = None,
-    own_generation_after_s: float | None = None,
     cloud: Literal["local", "sky"] = "local",
     max_staleness: int = 0,
 ) -> RunSpec:
@@ -120,7 +119,6 @@ def run_spec(
             replicas=Replicas(min=replicas, max=replicas),
             vllm={"dtype": "float32"},
             deadline_s=HANG_S,
-            own_generation_after_s=own_generation_after_s,
             max_staleness=max_staleness,
         ),
         checkpoints=checkpoints or CheckpointsSpec(),

@@ -57,9 +57,7 @@ class StandInGateway:
 
     Attributes:
         cut_after: close the connection without a word after so many completions; counts down over batches.
-        members: what progress lines say; at 0 nothing is generated until it is raised, or the batch's patience
-            is over.
-        patience: of each call, with its version.
+        members: what progress lines say; at 0 nothing is generated until it is raised.
         asked: every request seen, as (policy, seed).
         batches: how many requests each call had.
         prompts: the prompts of each policy's requests, as token ids.
@@ -79,7 +77,6 @@ class StandInGateway:
         self.cut_after: int | None = None
         self.asked: list[tuple[str, int]] = []
         self.batches: list[int] = []
-        self.patience: list[tuple[str, float | None]] = []
         self.prompts: dict[str, set[tuple[int, ...]]] = {}
         self.made = 0
         self.refuses: Callable[[list[int]], bool] = lambda _: False
@@ -177,7 +174,6 @@ class StandInGateway:
         seen.update(tuple(one.prompt_token_ids) for one in batch.requests)
         self.on_asked(batch.policy.version)
         self.batches.append(len(batch.requests))
-        self.patience.append((batch.policy.version, batch.patience_s))
         self.asked += [(batch.policy.version, one.seed) for one in batch.requests]
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")
@@ -193,13 +189,10 @@ class StandInGateway:
             told.stop()
 
     def _tell(self, told: _Told, batch: Batch) -> None:
-        since_s = time.monotonic()
         while self.members == 0:
             told.line(BatchLine(progress=Progress(0, 0, 0, len(batch.requests))))
             time.sleep(0.05)
-            if batch.patience_s is not None and time.monotonic() - since_s > batch.patience_s:
-                break
-        for request in batch.requests if self.members else []:
+        for request in batch.requests:
             with self._lock:
                 completion = self._complete(batch, request.index, request.prompt_token_ids, request.seed)
             if self.cut_after is not None:

@@ -13,22 +13,18 @@ import httpx
 import msgspec
 import pytest
 
-from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.policies.model.node_contract import ATTEMPT_ENV, NODE_ENV, TIMELINE_ENV, WORKDIR_ENV
 from grpo_orch.policies.serving.wire import (
-    CUT,
-    SILENT_S,
     Announce,
     Batch,
     BatchLine,
-    Handover,
     PolicyRef,
     Progress,
 )
 from tests.budget import HANG_S, until
 from tests.rigs.gateway_process import Rig, check_complete, hear, kill, make_batch
 from tests.rigs.gateway_world import Node, World
-from tests.stand_ins.fake_vllm import FOREVER, completion
+from tests.stand_ins.fake_vllm import FOREVER
 
 
 async def until_progress(
@@ -222,56 +218,6 @@ async def test_member_whose_announcement_breaks_is_out_at_once(world: World) -> 
     announcing.cancel()
     await world.until(lambda: world.members.table.member("a") is None)
     assert "lost its announcing connection" in world.members.changes[-1].reason
-
-
-async def test_patient_batch_without_any_node_ends_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway that has just started waits for the members of its predecessor to return."""
-    now_s = [time.monotonic()]
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda: now_s[0])
-        fresh = Members("secret")
-        assert fresh.has_usable_member()
-        now_s[0] += SILENT_S
-        assert not fresh.has_usable_member()
-    heard = await world.complete(replace(make_batch("0-0"), patience_s=0.0))
-    assert (heard.completions, heard.cut, heard.error) == ([], [], None)
-    assert heard.end is not None
-    assert (heard.end.members, heard.end.tokens) == (0, 0)
-
-
-async def test_patient_batch_gets_the_tokens_of_a_lost_node(world: World) -> None:
-    node = await world.node("a", stalls=1)
-    batch = replace(make_batch("0-0"), patience_s=0.0)
-    lines = world.lines(batch)
-    read = await until_progress(lines)
-    node.lose()
-    heard = hear(iter([*read, *[line async for line in lines]]))
-    assert heard.end is not None
-    assert heard.cut
-    for cut in heard.cut:
-        request = batch.requests[cut.index]
-        tokens, logprobs, _ = completion({**batch.sampling, "seed": request.seed}, request.prompt_token_ids)
-        made = len(cut.token_ids)
-        assert 0 < made < len(tokens)
-        assert (cut.token_ids, cut.logprobs) == (tokens[:made], logprobs[:made])
-        assert (cut.finish_reason, cut.policy) == (CUT, "0-0")
-        assert cut.handed_over == [Handover("a", made)]
-    told = sum(len(one.token_ids) for one in [*heard.completions, *heard.cut])
-    assert (heard.end.tokens, heard.end.discarded) == (told, 0)
-    await world.until(lambda: world.ledger.delivered == told)
-    assert world.ledger.discarded == 0
-
-
-async def test_patient_batch_waits_for_a_node_that_loads(world: World) -> None:
-    await world.node("a", policy=None)
-    batch = replace(make_batch("0-1", requests=4), patience_s=0.0)
-    lines = world.lines(batch)
-    read = [await anext(lines) for _ in range(3)]
-    assert {line.progress.members for line in read if line.progress is not None} == {0}
-    await world.node("b", policy="0-1")
-    heard = hear(iter([*read, *[line async for line in lines]]))
-    check_complete(batch, heard)
-    assert heard.cut == []
 
 
 @pytest.fixture

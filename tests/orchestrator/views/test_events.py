@@ -28,7 +28,6 @@ from grpo_orch.policies.model.events import (
     RunCreated,
     RunMoved,
     StoreSlowed,
-    TrainerGenerates,
 )
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, Market, NodePhase, Refusal, Role, RunPhase
@@ -83,7 +82,6 @@ SAMPLES: list[tuple[Event, str]] = [
         "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` shows why",
     ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is postponed; no checkpoint is stored yet"),
-    (TrainerGenerates(130), "No rollout node is serving: the trainer generates completions from step 130"),
 ]
 
 

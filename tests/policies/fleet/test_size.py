@@ -14,7 +14,7 @@ from grpo_orch.policies.model.events import FleetSized, MachineBought, NodeMoved
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.spec import Replicas
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
-from grpo_orch.policies.tick.snapshot import Launch, Machine, Measured, Snapshot, Terminate
+from grpo_orch.policies.tick.snapshot import Launch, Machine, Snapshot, Terminate
 from tests.stand_ins.world import World, on_two_markets, spec, until_training
 
 FLAT = StepShape(60.0, 30.0)  # at 3.96 and 2.38 USD/h 0.9 nodes are cheapest
@@ -34,7 +34,7 @@ def priced(world: World) -> World:
 def looked(world: World, shape: StepShape | None, activity: str = "training") -> Snapshot:
     assert world.beat is not None
     beat = replace(world.beat, activity=activity, beat_at_s=world.now_s)
-    return replace(world.snapshot(), measured=Measured(shape), trainer=beat)
+    return replace(world.snapshot(), step_shape=shape, trainer=beat)
 
 
 def tick(world: World, shape: StepShape, activity: str = "training") -> list[object]:

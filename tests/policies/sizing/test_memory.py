@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.policies.model.spec import AgentSpec, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
+from grpo_orch.policies.model.spec import Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
 from grpo_orch.policies.sizing.engine import Engine, engine_memory
 from grpo_orch.policies.sizing.memory import host_memory, moments
 from grpo_orch.policies.sizing.shapes import shape_of
@@ -16,7 +16,6 @@ from grpo_orch.policies.sizing.training import (
     Training,
     adapter_params,
     lora_of,
-    own_generation_obstacle,
     trained_params,
     training_of,
 )
@@ -188,11 +187,6 @@ def test_without_rollout_nodes_a_whole_window_is_made_at_once() -> None:
     grpo = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
     assert training_of(spec_with(grpo, alone), SHAPE, 100).generation_sequences == 16
     assert training_of(spec_with(grpo), SHAPE, 100).generation_sequences == 0
-
-
-def test_agents_keep_the_trainer_from_generating() -> None:
-    assert "agents" in own_generation_obstacle(spec_with({}, agent=AgentSpec(run="my_agent.solve")))
-    assert own_generation_obstacle(spec_with({})) == ""
 
 
 @pytest.mark.parametrize(

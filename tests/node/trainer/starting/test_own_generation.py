@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
-from grpo_orch.policies.serving.wire import CUT, Batch, CompletionRequest, PolicyRef
+from grpo_orch.policies.serving.wire import Batch, CompletionRequest, PolicyRef
 from grpo_orch.tasks.trl.own_generation import OwnGeneration
 from tests.node.trainer.rig import GRPO, LORA, Rig, open_rig
 from tests.node.trainer.rig_rewards import HELD, HELD_FROM
@@ -76,31 +75,6 @@ def test_completion_depends_on_its_seed_alone(model: Any) -> None:
     assert [one.token_ids for one in all_] == [one.token_ids for one in alone]
     again = engine(model).complete(batch(PROMPTS, [4, 5, 6])).completions
     assert [one.token_ids for one in all_] != [one.token_ids for one in again]
-
-
-def test_continued_completion_is_as_if_never_cut(model: Any) -> None:
-    asked = batch(PROMPTS, [1, 2, 3])
-    whole = engine(model).complete(asked).completions
-    cut = [
-        replace(one, token_ids=one.token_ids[:made], logprobs=one.logprobs[:made], finish_reason=CUT, node="")
-        for one, made in ((whole[0], 5), (whole[2], 11))
-    ]
-    found = engine(model).complete(asked, cut).completions
-    assert [(one.token_ids, one.finish_reason) for one in found] == [
-        (one.token_ids, one.finish_reason) for one in whole
-    ]
-    for one, expected in zip(found, whole, strict=True):
-        assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-
-
-def test_continued_completion_stays_within_the_models_positions() -> None:
-    tiny: dict[str, int] = {"vocab_size": 40, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    few = GPT2LMHeadModel(GPT2Config(n_positions=16, bos_token_id=0, eos_token_id=0, **tiny))
-    asked = batch([[3] * 10, [7]], [1, 2], max_tokens=6)
-    whole = engine(few, [0]).complete(asked).completions
-    cut = replace(whole[0], token_ids=whole[0].token_ids[:5], logprobs=whole[0].logprobs[:5], finish_reason=CUT)
-    found = engine(few, [0]).complete(asked, [cut]).completions
-    assert [one.token_ids for one in found] == [one.token_ids for one in whole]
 
 
 def test_tokens_are_drawn_with_the_models_probabilities(model: Any) -> None:

@@ -365,8 +365,6 @@ def test_a_batch_is_refused_for_each_thing_that_no_node_could_do() -> None:
         {"policy": {**BATCH["policy"], "digest": "a\nb"}},
         {"deadline_s": 0},
         {"recovery": "maybe"},
-        {"patience_s": -1.0},
-        {"patience_s": float("nan")},
         *({"sampling": {"max_tokens": tokens}} for tokens in (-1, True)),
         {"sampling": {"min_tokens": 0.5}},
         {"sampling": {"stream": False}},
