@@ -177,7 +177,7 @@ def _command(command: Any, context: Any) -> str:
 
 _GROUPS = {
     "The run and its store": events.RunEvent,
-    "Budget, deadline and capacity": events.MoneyEvent,
+    "Budget and capacity": events.MoneyEvent,
     "Machines and their work": events.MachineEvent,
     "Divergence and rollbacks": events.TimelineEvent,
 }

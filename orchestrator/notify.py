@@ -38,7 +38,6 @@ from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetReached,
     CapacityShortage,
-    DeadlineMissed,
     Event,
     RollbackStarted,
     RunMoved,
@@ -94,8 +93,6 @@ def _message_of(event: Event) -> tuple[str, str] | None:
             return "rollback", f"rolls back from step {event.from_step} to {target}: {event.reason}"
         case CapacityShortage():
             return "no_capacity", f"is waiting for machines: {event.reason}"
-        case DeadlineMissed():
-            return "deadline_missed", f"is at step {event.step} of {event.steps} and misses its deadline"
         case BudgetNeared():
             return "budget_neared", f"has spent {event.spent_usd:.2f} of its {event.usd:.2f} USD"
         case BudgetReached():

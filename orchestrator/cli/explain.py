@@ -75,13 +75,11 @@ def _horizon(comparison: Comparison) -> str:
 
 
 def _candidates(comparison: Comparison) -> Table:
-    table = _table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change", "deadline")
+    table = _table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change")
     for rank, candidate in enumerate(comparison.candidates):
         loss = f"{candidate.loss_usd(comparison.worth_usd, comparison.horizon_s):.2f}"
         figures = ("",) * 4 if comparison.unknown else _figures(candidate)
-        table.add_row(
-            "" if rank else "->", candidate.name, "" if comparison.unknown else loss, *figures, _late(candidate)
-        )
+        table.add_row("" if rank else "->", candidate.name, "" if comparison.unknown else loss, *figures)
     return table
 
 
@@ -89,10 +87,6 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     step_usd = "none" if candidate.step_s is None else f"{candidate.step_usd:.3f}"
     step_s = "none" if candidate.step_s is None else f"{candidate.step_s:.1f}"
     return step_usd, step_s, f"{candidate.usd_per_h:.2f}", f"{candidate.change_usd:.2f}"
-
-
-def _late(candidate: Candidate) -> str:
-    return "" if candidate.in_time else "missed"
 
 
 def _table(*columns: str) -> Table:

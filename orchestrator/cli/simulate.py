@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -124,7 +124,6 @@ def simulate(
         raise Stop(f"--seeds {seeds}: expected a whole number above 0")
     if generates_itself(spec):
         raise Stop(f"{run_yaml}: rollout.replicas is 0, so there is no fleet to simulate")
-    spec = _without_deadline(spec)
     name = climate_name or (str(trace) if trace else DEFAULT_CLIMATE)
     market_of = _market_of(name, trace, spec)
     option = "--trace" if trace else "--climate"
@@ -138,15 +137,6 @@ def simulate(
             progress.advance(task)
     simulation = SimulationReport(name, HOURS, scenarios, outcomes)
     print_result(output, simulation_json(simulation), Group(scenarios_line(scenarios), render(simulation)))
-
-
-def _without_deadline(spec: RunSpec) -> RunSpec:
-    """Return the run without its deadline, which means nothing on the simulated clock."""
-    fleet = spec.policies.fleet
-    if fleet.deadline is None:
-        return spec
-    errors.print("policies.fleet.deadline is ignored: the simulation has its own clock and steps")
-    return replace(spec, policies=replace(spec.policies, fleet=replace(fleet, deadline=None)))
 
 
 def _market_of(name: str, trace: Path | None, spec: RunSpec) -> MarketOf:

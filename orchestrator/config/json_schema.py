@@ -71,7 +71,6 @@ def descriptions(cls: type) -> dict[str, str]:
 
 _IMPORT_PATH = r"^[^\s./]+(\.[^\s./]+)+$"
 _VARIABLE = "^[A-Za-z_][A-Za-z0-9_]*$"
-_DAY = "(19[7-9][0-9]|[2-9][0-9]{3})-?((0[1-9]|1[0-2])-?[0-3][0-9]|W[0-5][0-9](-?[1-7])?)"
 # The store's URL: not `//...`, memory:// or s3:..., no password, and a folder, or a scheme and a path.
 _NO_URL = r"//|memory://|(file|s3|gs|az):(?!//)|(?!file:)[^:/]*://[^/?#\[\]]*:[^/?#\[\]]*@"
 _URL = rf"^(?!{_NO_URL})([a-z][a-z0-9+.-]*://|(?![^]*://))[^?#%\\]*[^?#%\\/ ][^?#%\\]*$".replace("[^]", r"[\s\S]")
@@ -88,7 +87,6 @@ _SHAPES: dict[KeyPath, Schema] = {
     ("trainer", "eval_dataset", "streaming"): {"not": {"const": True}},
     ("grpo", "save_steps"): {"multipleOf": 1},
     ("checkpoints", "spool"): {"pattern": "^(/|$)"},
-    ("policies", "fleet", "deadline"): {"pattern": rf"^(?=[^:]*:)\s*{_DAY}[\s\S][0-9]{{2}}"},
     ("secrets",): {"pattern": _VARIABLE},
     ("notify", "url_env"): {"pattern": _VARIABLE},
 }

@@ -6,7 +6,6 @@ earlier step reported. Nothing is imported, started or written.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,6 @@ from grpo_orch.orchestrator.config.shorthand import (
     EXPECTED_STORE,
     Storage,
     expand,
-    expand_deadline,
     expand_storage,
     section_at,
 )
@@ -66,7 +64,6 @@ def load(
     path: Path,
     gpus_here: Callable[[], int] = lambda: 0,
     find_size: Callable[[RunSpec], ModelSize] | None = None,
-    now: Callable[[], float] = time.time,
 ) -> Loaded:
     """Read and check a run.yaml.
 
@@ -74,13 +71,12 @@ def load(
         path: the file.
         gpus_here: counts this machine's GPUs for a run on the local cloud; may raise DriverFailed.
         find_size: returns the model's size, to set the machines' disks. Without it disks are left as they are.
-        now: seconds since the epoch; a deadline must be later.
 
     Raises:
         ConfigError: the file is invalid; `problems` lists all problems, in line order.
     """
     document, findings, workdir = read_document(path)
-    data = _check(document, workdir, now(), findings)
+    data = _check(document, workdir, findings)
     if findings.problems:
         raise ConfigError(findings.problems)
     data["grpo"] |= grpo_defaults(data, findings)
@@ -120,11 +116,10 @@ def load_storage(path: Path) -> Storage:
     return Storage(document.data["storage"], options)
 
 
-def _check(document: Document, workdir: Path, now_s: float, findings: Findings) -> dict[str, Any]:
+def _check(document: Document, workdir: Path, findings: Findings) -> dict[str, Any]:
     """Add problems to `findings` and return the valid part of the document in RunSpec's shape."""
     expand_storage(document, workdir, findings)
     expand(document, workdir, findings)
-    expand_deadline(document.data, now_s, findings)
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign_keys(data, findings)
     run_checks(data, findings)

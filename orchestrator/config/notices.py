@@ -8,12 +8,9 @@ from grpo_orch.orchestrator.config.foreign_keys import grpo_value, named_clouds,
 from grpo_orch.orchestrator.config.model_size import config_in
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
-from grpo_orch.orchestrator.config.shorthand import DEADLINE
 from grpo_orch.policies.control.rollback import changes_on_rollback
 from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
-from grpo_orch.policies.fleet.market import market_of, may_fall_back
 from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
-from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.weights.adapters import adapter_obstacle
 
 # A notice is added if a rollback would discard more checkpoints than this.
@@ -32,7 +29,6 @@ def find_notices(spec: RunSpec, findings: Findings) -> None:
     note_secrets(spec, findings)
     _note_several_regions(spec, findings)
     _note_azure_networks(spec, findings)
-    _note_deadline(spec, findings)
 
 
 def _note_no_kl(spec: RunSpec, findings: Findings) -> None:
@@ -105,17 +101,3 @@ def _note_azure_networks(spec: RunSpec, findings: Findings) -> None:
     why = "SkyPilot makes a network for each machine, so nodes cannot reach the trainer"
     message = f"azure: {why}; set one network for all in ~/.sky/config.yaml: azure.vpc_name"
     findings.notice(("rollout", "resources"), message)
-
-
-def _note_deadline(spec: RunSpec, findings: Findings) -> None:
-    """Add notices of what may prevent the run from meeting its deadline."""
-    if spec.policies.fleet.deadline is None:
-        return
-    if grpo_value(spec.grpo, "max_steps") <= 0:
-        why = "the number of steps is unknown until the trainer has read its data; set grpo.max_steps"
-        findings.notice(DEADLINE, f"cannot be planned before the run trains: {why}")
-    if generates_itself(spec):
-        findings.notice(DEADLINE, "buying more nodes cannot help: with replicas: 0 there are no rollout nodes")
-    elif market_of(Role.ROLLOUT, spec) is Market.SPOT and not may_fall_back(spec):
-        why = "rollout.resources requires spot (`use_spot`), so no on-demand machine is bought"
-        findings.notice(DEADLINE, f"can be met only while spot is available: {why}")

@@ -1,4 +1,4 @@
-"""Expand the shorthands of run.yaml to RunSpec's shape: datasets, replicas, paths, storage, deadline.
+"""Expand the shorthands of run.yaml to RunSpec's shape: datasets, replicas, paths, storage.
 
 Relative paths start at the folder of the file, not at the working directory.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -294,41 +293,3 @@ def target_problem(kind: str, target: str, replicas_max: int) -> str:
         return ""
     expected = "expected one of " + ", ".join(TARGETS[kind])
     return f"{expected}, got {format_value(target)}{did_you_mean(target, TARGETS[kind])}"
-
-
-# `policies.fleet.deadline`, stored in one format: `2026-11-30T18:00:00Z`.
-
-DEADLINE: KeyPath = ("policies", "fleet", "deadline")
-EXPECTED_TIME = "expected a date and time with a time zone, as in 2026-11-30T18:00+01:00"
-STORED = "%Y-%m-%dT%H:%M:%SZ"
-
-
-def expand_deadline(data: dict[str, Any], now_s: float, findings: Findings) -> None:
-    """Replace the deadline by its stored form. Without a time zone it is in UTC, as in YAML."""
-    policies = data.get("policies")
-    fleet = policies.get("fleet") if isinstance(policies, dict) else None
-    if not isinstance(fleet, dict) or (deadline := fleet.get("deadline")) is None:
-        return
-    time = _parse_time(deadline)
-    if time is None:
-        findings.add(DEADLINE, f"{EXPECTED_TIME}, got {format_value(deadline)}")
-        del fleet["deadline"]
-        return
-    if time.tzinfo is None:
-        time = time.replace(tzinfo=UTC)
-        findings.notice(DEADLINE, "has no time zone and is read as UTC; write it as in 2026-11-30T18:00+01:00")
-    if time.timestamp() <= now_s:
-        now = datetime.fromtimestamp(now_s, UTC).strftime(STORED)
-        findings.add(DEADLINE, f"{deadline} has passed (now {now}); expected a later time")
-    fleet["deadline"] = time.astimezone(UTC).strftime(STORED)
-
-
-def _parse_time(deadline: Any) -> datetime | None:
-    """Return the time; None if it is invalid or a date without an hour."""
-    text = deadline.strip() if isinstance(deadline, str) else ""
-    try:
-        time = datetime.fromisoformat(text)
-        time.astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
-    return time if ":" in text and time.year >= 1970 else None

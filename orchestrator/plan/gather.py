@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from grpo_orch.orchestrator.plan.machines import (
 from grpo_orch.orchestrator.plan.model import (
     CheckpointPlan,
     Cost,
-    DeadlinePlan,
     KindPlan,
     LostPlan,
     MachinePlan,
@@ -43,9 +41,8 @@ from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
 from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_sync, time_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.list_prices import store_price
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape
+from grpo_orch.policies.costs.steps import HourlyPrices
 from grpo_orch.policies.costs.store_costs import GB, Location
-from grpo_orch.policies.fleet.deadline import BOOT_S, DeadlineProgress, nodes_for, time_of
 from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, max_checkpoints
 from grpo_orch.policies.model.spec import (
     ALTERNATIVES,
@@ -103,8 +100,6 @@ def make_plan(
     prices = hourly_prices(trainer, rollout, book.controller_usd_per_h)
     nodes = None if shape is None else plan_nodes(spec, shape, prices)
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
-    deadline = plan_deadline(spec, shape, count, time.time())
-    count = deadline.nodes if deadline is not None and has_nodes else count
     step = plan_step(spec, timing, count, measured)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
@@ -124,7 +119,6 @@ def make_plan(
         checkpoints=plan_checkpoints(spec, model, step, store),
         steps=steps,
         hours=hours,
-        deadline=deadline,
         bought=count,
         max_usd_per_h=None if prices is None else _usd_per_h(prices, rollout.max_nodes if rollout else 0),
         usd_per_step=usd_per_step,
@@ -185,32 +179,6 @@ def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
     yield ESTIMATED
     if book.source:
         yield book.source
-
-
-# `policies.fleet.deadline`: the number of nodes that meets it, and the expected end of the run.
-
-
-def plan_deadline(spec: RunSpec, shape: StepShape | None, pays: int, now_s: float) -> DeadlinePlan | None:
-    """Return the plan for the deadline of a run that starts now; None without a deadline.
-
-    Args:
-        spec: the run's specification.
-        shape: of a step; None if unknown.
-        pays: rollout nodes without a deadline.
-        now_s: seconds since the epoch.
-    """
-    named, steps = spec.policies.fleet.deadline, steps_of(spec)
-    if named is None:
-        return None
-    deadline_s, most = time_of(named), max(1, spec.rollout.replicas.max)
-    if shape is None or steps is None:
-        return DeadlinePlan(deadline_s=deadline_s, nodes=max(1, pays), end_s=None, is_met=None)
-    start_s = now_s + BOOT_S
-    course = DeadlineProgress(start_s, start_s, deadline_s, BOOT_S, 0, steps)
-    nodes = max(1, pays, nodes_for(course, shape, most))
-    kept = course.end_s(shape, nodes) <= deadline_s
-    end_s = course.end_s(shape, nodes if kept else most)
-    return DeadlinePlan(deadline_s=deadline_s, nodes=nodes, end_s=end_s, is_met=kept)
 
 
 # GPUs of machines that run.yaml names only by `instance_type`, looked up in a price list.

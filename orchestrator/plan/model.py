@@ -122,23 +122,6 @@ class NodesPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeadlinePlan:
-    """The deadline, and the estimated end of a run that starts now; seconds since the epoch.
-
-    Attributes:
-        nodes: planned rollout nodes.
-        end_s: with these nodes or, if they miss the deadline, with the maximum; None if steps or their time are
-            unknown.
-        is_met: whether the deadline is met; None if unknown.
-    """
-
-    deadline_s: float
-    nodes: int
-    end_s: float | None
-    is_met: bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LostPlan:
     """Training that is repeated after the loss of the trainer: steps since its checkpoint, without generation."""
 
@@ -222,8 +205,7 @@ class Plan:
 
     Attributes:
         steps, hours: of the whole run.
-        deadline: None without a deadline.
-        bought: rollout nodes used for costs: the cheapest number, or the number that the deadline needs.
+        bought: rollout nodes used for costs: the cheapest number.
         max_usd_per_h: of all machines that run.yaml allows.
         usd_per_step, usd_per_million_tokens: on run.yaml's markets, per trained token.
         disks_usd_per_h: list price of the machines' disks, not included in the other costs.
@@ -244,7 +226,6 @@ class Plan:
     checkpoints: CheckpointPlan | None
     steps: int | None
     hours: float | None
-    deadline: DeadlinePlan | None
     bought: int
     max_usd_per_h: float | None
     usd_per_step: float | None

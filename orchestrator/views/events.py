@@ -9,7 +9,7 @@ from typing import Any
 from grpo_orch.checkpoint.journal import Record
 from grpo_orch.checkpoint.records.documents import RehearsedFault
 from grpo_orch.checkpoint.store.codec import event_to_plain
-from grpo_orch.orchestrator.views.formatting import effect_words, moment, skipped_words, start_words
+from grpo_orch.orchestrator.views.formatting import effect_words, skipped_words, start_words
 from grpo_orch.policies.model import events, exit_codes
 from grpo_orch.policies.model.events import Event
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, RunPhase
@@ -78,8 +78,6 @@ def sentence(event: Event) -> str:
             is_cheaper = event.price_usd_per_h < event.on_demand_usd_per_h
             other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if is_cheaper else ""
             return f"{event.node} has a machine {_MARKETS[event.market]}, {where}, at {price}{other}"
-        case events.DeadlineMissed():
-            return _late(event)
         case events.BudgetReached():
             action = "stop all machines" if event.at == "down" else event.at
             return f"The budget is reached; the run will {action}: {event.reason}"
@@ -106,15 +104,6 @@ def sentence(event: Event) -> str:
             return f"The store is slow: the checkpoint of step {event.step} is postponed; {stored}"
         case _:
             return _SENTENCES[type(event)].format(e=event)
-
-
-def _late(event: events.DeadlineMissed) -> str:
-    where = f"step {event.step} of {event.steps}"
-    if event.expected_end_s is None or event.step_s is None:
-        return f"The deadline, {moment(event.deadline_s)}, has passed at {where}; the run continues"
-    pace = f"from {where}, even {event.nodes} rollout nodes at {event.step_s:.0f} s a step"
-    until = f"need until {moment(event.expected_end_s)}; the run continues at the cheapest fleet size"
-    return f"The deadline, {moment(event.deadline_s)}, cannot be met: {pace} {until}"
 
 
 def _rollback(event: events.RollbackStarted) -> str:

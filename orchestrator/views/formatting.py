@@ -47,11 +47,6 @@ def clock(time_s: float) -> str:
     return format_time(time_s, "%H:%M:%S")
 
 
-def moment(time_s: float) -> str:
-    """Return date and time in UTC, `2026-11-30 18:00 UTC`."""
-    return format_time(time_s, "%Y-%m-%d %H:%M UTC", local=False)
-
-
 def duration(seconds: float) -> str:
     """Format seconds as `8 s`, `3:07 min`, `2:03 h` or `4.0 d`."""
     seconds = max(0.0, min(seconds, _LAST_S))

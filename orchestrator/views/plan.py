@@ -10,7 +10,6 @@ from rich.text import Text
 
 from grpo_orch.orchestrator.plan.model import (
     CheckpointPlan,
-    DeadlinePlan,
     KindPlan,
     MachinePlan,
     MoneyPlan,
@@ -22,7 +21,6 @@ from grpo_orch.orchestrator.plan.model import (
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
     duration,
-    moment,
     overlap_words,
     seconds_words,
     short,
@@ -60,8 +58,6 @@ def render_short(plan: Plan) -> RenderableType:
         table.add_row(*row)
     if (words := _cost_words(plan)) is not None:
         table.add_row("cost", words)
-    if plan.deadline is not None:
-        table.add_row("deadline", deadline_words(plan.deadline))
     warnings = [Text(f"warning: {warning.key}: {warning.message}", "yellow") for warning in plan.warnings]
     hint = Text("`grpo-orch plan` shows the whole plan and the source of each number", style="dim")
     return Group(table, *warnings, hint)
@@ -132,20 +128,7 @@ def _facts(plan: Plan) -> Table:
         table.add_row("checkpoint", stored_words(plan.checkpoints))
     if plan.hours is not None:
         table.add_row("to the end", f"{plan.steps:,} steps, {duration(3600 * plan.hours)}")
-    if plan.deadline is not None:
-        table.add_row("deadline", deadline_words(plan.deadline))
     return table
-
-
-def deadline_words(deadline: DeadlinePlan) -> Text:
-    """Return `2026-11-30 18:00 UTC, met: expected end 2026-11-30 15:12 UTC with 3 nodes`."""
-    at = moment(deadline.deadline_s)
-    if deadline.end_s is None:
-        return Text(f"{at}; unknown whether it can be met")
-    end = moment(deadline.end_s)
-    if deadline.is_met:
-        return Text(f"{at}, met: expected end {end} with {deadline.nodes} nodes")
-    return Text(f"{at}, NOT met: expected end {end} with all nodes", style="bold red")
 
 
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:

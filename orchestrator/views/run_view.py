@@ -12,7 +12,7 @@ from statistics import median
 from types import MappingProxyType
 
 from grpo_orch.checkpoint.records.documents import Lease
-from grpo_orch.checkpoint.records.metrics import MetricsRow, logged, median_timing, step_times, step_timings
+from grpo_orch.checkpoint.records.metrics import MetricsRow, logged, median_timing, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.control.lease import LEASE_CHECK_EVERY_S, LEASE_CHECKS, NO_SKEW_S, TTL_S
 from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
@@ -24,7 +24,6 @@ from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.view_model import (
     CheckpointView,
     DaemonView,
-    DeadlineView,
     MoneyView,
     NodeView,
     RollbackView,
@@ -33,15 +32,13 @@ from grpo_orch.orchestrator.views.view_model import (
     UnreadableView,
     health_of,
 )
-from grpo_orch.policies.costs.steps import shape_of
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
-from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_for, time_of
 from grpo_orch.policies.fleet.objective import rollouts_wanted
 from grpo_orch.policies.model.breaker import probe_wait_s
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.spec import generates_itself
 from grpo_orch.policies.model.state import Node, RunState
-from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, RunPhase, machine_of
+from grpo_orch.policies.model.vocabulary import NodePhase, PolicyVersion, Role, machine_of
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.tick.snapshot import Trainer
@@ -102,7 +99,6 @@ def described(
         requests_waiting=gateway.requests_waiting if gateway else None,
         nodes=_nodes(reader, heartbeat, gateway, tokens_per_s),
         rollouts_wanted=None if generates_itself(reader.spec) else rollouts_wanted(state, reader.spec),
-        deadline=_deadline(reader, heartbeat, now_s, eta_s),
         money=_money(reader, now_s, step, eta_s),
         buying_stopped=_not_bought(state) if running else (),
         checkpoint=_checkpoint(reader, now_s),
@@ -133,22 +129,6 @@ def _rollback(state: RunState) -> RollbackView | None:
         probation_until_step=rollback.probation_until_step,
         text=stage_words(rollback),
     )
-
-
-def _deadline(reader: Reader, heartbeat: Trainer | None, now_s: float, eta_s: float | None) -> DeadlineView | None:
-    """Return the values by which `policies.fleet.deadline` decides."""
-    deadline = reader.spec.policies.fleet.deadline
-    if deadline is None:
-        return None
-    if reader.state.phase is RunPhase.FINISHED and reader.path:
-        return DeadlineView(time_of(deadline), None, None, None, None, reader.path[-1].time_s)
-    end_s = None if eta_s is None else now_s + eta_s
-    course = deadline_progress(reader.state, reader.spec, heartbeat, now_s)
-    if course is None:
-        return DeadlineView(time_of(deadline), None, None, None, end_s)
-    shape = shape_of(step_times(reader.path[-RECENT_ROWS:]))
-    nodes = None if shape is None else nodes_for(course, shape, max(1, reader.spec.rollout.replicas.max))
-    return DeadlineView(course.deadline_s, course.expected(), course.is_behind, nodes, end_s)
 
 
 def _money(reader: Reader, now_s: float, step: int, eta_s: float | None) -> MoneyView:

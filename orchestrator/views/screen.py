@@ -46,9 +46,7 @@ from grpo_orch.orchestrator.views.view_model import (
     MoneyView,
     NodeView,
     RunView,
-    deadline_words,
     headline,
-    is_late,
 )
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -199,14 +197,6 @@ def money(view: MoneyView, width: int) -> list[Text]:
     if view.usd_per_million_tokens is not None:
         words.append(f"{usd(view.usd_per_million_tokens)}/M tokens")
     return labelled("money", joined(words, width - LABEL), width)
-
-
-def deadline(view: RunView, width: int) -> list[Text]:
-    """Draw the progress towards the deadline."""
-    words = deadline_words(view)
-    if not words:
-        return []
-    return labelled("deadline", joined(words, width - LABEL), width, style="yellow" if is_late(view) else "")
 
 
 def timing(view: StepTiming | None, width: int) -> list[Text]:
@@ -388,7 +378,6 @@ def drawn(view: RunView, width: int, height: int) -> list[Text]:
     curves = free.take(figures(view, width), EVENTS_MIN)
     keep = min(MACHINES_MIN, len(view.nodes) + 2) + EVENTS_MIN
     dollars = free.take(money(view.money, width), keep)
-    dollars += free.take(deadline(view, width), keep)
     times = free.take(timing(view.step_timing, width), keep)
     stages = free.take(joining(view, width), keep)
     details = free.take(weights(view, width), keep) + free.take(plan(view, width), keep)

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator.views.events import EventLine, event_json
-from grpo_orch.orchestrator.views.formatting import continue_command, duration, moment, start_words
+from grpo_orch.orchestrator.views.formatting import continue_command, duration, start_words
 from grpo_orch.orchestrator.views.measurements import NodeState, WeightsView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
@@ -40,18 +40,6 @@ class NodeView:
     pool: str = ""  # zone, machine type and market, requested or actual; empty: the cloud has no pools
     state: NodeState = NodeState.REQUESTED  # its phase; loading and idle are reported by the gateway
     tokens_per_s: float | None = None  # counted by its engines; None before the second look
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlineView:
-    """Progress towards the deadline; times in seconds since the epoch."""
-
-    deadline_s: float
-    expected_step: float | None  # the step that a run of even progress has reached by now
-    behind: bool | None
-    nodes: int | None  # rollout nodes needed to meet it; 0: it cannot be met
-    end_s: float | None  # at the current speed
-    ended_s: float | None = None  # time of the last step of a finished run
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +143,6 @@ class RunView:
     requests_waiting: int | None  # None without a recent gateway status
     nodes: tuple[NodeView, ...]
     rollouts_wanted: int | None  # None: the run has no rollout nodes
-    deadline: DeadlineView | None  # None: the run has no deadline
     money: MoneyView
     buying_stopped: tuple[StoppedKindView, ...]
     checkpoint: CheckpointView | None
@@ -216,32 +203,3 @@ def headline(view: RunView) -> str:
         slow = ", the store is slow" if view.store_slow else ""
         return f"trainer is {view.activity}{waiting}{slow}"
     return view.reason or "waiting for the trainer's first heartbeat"
-
-
-def deadline_words(view: RunView) -> list[str]:
-    """Describe deadline, progress and needed nodes, the most important first; empty without a deadline."""
-    deadline = view.deadline
-    if deadline is None:
-        return []
-    words = [moment(deadline.deadline_s)]
-    if deadline.ended_s is not None:
-        early_s = deadline.deadline_s - deadline.ended_s
-        return [*words, f"met {duration(early_s)} early" if early_s >= 0 else f"missed by {duration(-early_s)}"]
-    if deadline.end_s is not None:
-        words.append(f"ends {moment(deadline.end_s)}")
-    if deadline.expected_step is not None:
-        late = ": behind" if deadline.behind else ""
-        words.append(f"step {view.step:,}, {deadline.expected_step:,.0f} expected{late}")
-    if deadline.nodes is not None:
-        many = "needs 1 node" if deadline.nodes == 1 else f"needs {deadline.nodes} nodes"
-        words.append(many if deadline.nodes else "cannot be met")
-    return words
-
-
-def is_late(view: RunView) -> bool:
-    """Return whether the deadline is missed, or will be at the current speed."""
-    deadline = view.deadline
-    if deadline is None:
-        return False
-    ends_s = deadline.end_s if deadline.ended_s is None else deadline.ended_s
-    return deadline.nodes == 0 or (ends_s is not None and ends_s > deadline.deadline_s)

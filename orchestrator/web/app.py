@@ -34,7 +34,7 @@ from grpo_orch.orchestrator.views.formatting import (
     usd,
 )
 from grpo_orch.orchestrator.views.report import HELD_OUT
-from grpo_orch.orchestrator.views.view_model import RunView, deadline_words, headline, is_late
+from grpo_orch.orchestrator.views.view_model import RunView, headline
 from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.run_watch import Observation, Watch
@@ -213,9 +213,8 @@ class Site:
             "view": observation.view,
             "strip": _figures(observation),
             "headline": headline(observation.view),
+            "troubles": troubles(observation.view),
         }
-        shared |= {"deadline": deadline_words(observation.view), "is_late": is_late(observation.view)}
-        shared["troubles"] = troubles(observation.view)
         return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 
     @web.middleware

@@ -55,13 +55,12 @@ def as_run(spec: RunSpec, storage: str, dataset: Dataset | tuple[Dataset, ...]) 
         grpo["generation_kwargs"] = {key: value for key, value in settings.items() if key not in SAMPLING}
     if processes_of(spec) > 1 and not generates_itself(spec):
         grpo["use_cpu"] = True
-    fleet = replace(spec.policies.fleet, deadline=None)  # the deadline is for training
     return replace(
         spec,
         name=f"{spec.name}-eval",
         storage=storage,
         trainer=replace(spec.trainer, dataset=dataset, eval_dataset=None, accelerate=None),
         grpo=grpo,
-        policies=replace(spec.policies, kl=KlPolicy(action="alert"), fleet=fleet),
+        policies=replace(spec.policies, kl=KlPolicy(action="alert")),
         rehearse=None,
     )

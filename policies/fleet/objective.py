@@ -7,8 +7,7 @@ T its loss is
 
 where v, the worth of a step, is the lowest cost of a step with the machines that can be bought, on demand where
 spot is unavailable. So the cheapest allocation loses only its change, a waiting trainer loses its price, and a
-parked run loses nothing more. The candidate with the smallest loss is chosen; candidates that meet the deadline
-come before those that miss it.
+parked run loses nothing more. The candidate with the smallest loss is chosen.
 
 The horizon is how long the present situation has lasted, up to a machine's lifetime: nothing predicts when spot
 returns, and a shortage that has lasted for T is expected to last as long again. Waiting then costs at most twice
@@ -41,7 +40,6 @@ class Candidate:
     change_usd: float = 0.0
     spot: int = 0
     on_demand: int = 0
-    in_time: bool = True  # it meets the deadline, or there is none
 
     @property
     def step_usd(self) -> float:
@@ -106,9 +104,7 @@ def compare(
     """
     costs = [candidate.step_usd for candidate in candidates if candidate.step_s is not None]
     worth = min(costs, default=0.0)
-    ranked = sorted(
-        candidates, key=lambda candidate: (not candidate.in_time, candidate.loss_usd(worth, horizon_s))
-    )
+    ranked = sorted(candidates, key=lambda candidate: candidate.loss_usd(worth, horizon_s))
     return Comparison(question, worth, horizon_s, tuple(ranked), unknown)
 
 
@@ -164,7 +160,6 @@ def compare_sizes(
             step_s=shape.seconds(max(1, count)),
             change_usd=abs(count - now) * node_usd * start_s / 3600 + (count != now) * noise_usd,
             spot=count,
-            in_time=count >= low or not horizon_s,
         )
 
     counts = dict.fromkeys([now, *candidate_counts(shape, prices, low, high)])

@@ -7,8 +7,8 @@ Four questions are answered by comparing a few candidates each:
 - whether a trainer without rollout nodes waits or parks;
 - whether rollout nodes without a trainer are kept.
 
-`replicas` and the deadline limit the candidates. A run that has reached its budget gets no machines here; single
-purchases are checked against the budget in `policies.fleet.reconcile`. This module requests nothing.
+`replicas` limits the candidates. A run that has reached its budget gets no machines here; single purchases are
+checked against the budget in `policies.fleet.reconcile`. This module requests nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 
 from grpo_orch.policies.costs.steps import HourlyPrices, StepShape
 from grpo_orch.policies.fleet.budget import Spending, are_set, caps_of
-from grpo_orch.policies.fleet.deadline import boot_s as fallback_boot_s
-from grpo_orch.policies.fleet.deadline import deadline_progress, nodes_in_time
 from grpo_orch.policies.fleet.market import LOSSES_PER_H, Offers, market_of, may_fall_back
 from grpo_orch.policies.fleet.objective import (
     NOISE_SHARE,
@@ -45,6 +43,7 @@ IDLE_MIN_S = 300.0  # a machine is often available again within minutes, and ret
 SIZE_SETTLE_S = 600.0  # after a change of size: a node takes that long to start and to show in the next steps
 # An on-demand node serves this long before spot is retried; a failed try costs a few %.
 FALLBACK_MIN_S = PROBE_MAX_S
+BOOT_S = 300.0  # of a rollout node, before one has served
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
 WAIT, PARK = "a waiting trainer", "parking"
@@ -63,7 +62,6 @@ class Allocation:
     release_reason: str = ""  # why all rollout nodes are returned
     retries_spot: bool = False  # return an on-demand node to make room for spot under the cap
     spot_too_expensive: bool = False  # for the budget
-    is_behind: bool = False  # behind the deadline's pace
     stop_reason: str = ""  # why the budget stops the run
     comparisons: tuple[Comparison, ...] = ()
 
@@ -104,9 +102,6 @@ class _Planner:
         self.stable = len([node for node in serving if node.since_s <= stable_s])
         self.wanted = rollouts_wanted(state, spec)
         self.shape, self.prices = snapshot.step_shape, hourly_prices(state)
-        self.progress = deadline_progress(state, spec, snapshot.trainer, snapshot.now_s)
-        self.is_behind = self.progress is not None and self.progress.is_behind
-        self.is_safe = self.progress is None or self.progress.is_safe
         # Of an on-demand rollout node: the average seen, else the maximum; 0: unknown.
         seen = [node.on_demand_usd_per_h for node in self.filling if node.on_demand_usd_per_h > 0]
         most_usd = market.max_usd_per_h(Role.ROLLOUT, Market.ON_DEMAND)
@@ -133,7 +128,6 @@ class _Planner:
             on_demand=len(self.fallback),
             release_reason=self.release_reason if held is not None and held.best.name == RETURN else "",
             spot_too_expensive=self.is_spot_too_expensive,
-            is_behind=self.is_behind,
         )
         if self.is_parked:
             return self.parked(replace(present, comparisons=() if held is None else (held,)))
@@ -144,7 +138,7 @@ class _Planner:
             present,
             spot=size,
             on_demand=len(self.fallback) - 1 if retries_spot else on_demand,
-            size_reason=f"{sized.sentence}; {self.size_reason()}" if sized and size != self.wanted else "",
+            size_reason=self.size_reason(sized) if sized is not None and size != self.wanted else "",
             park_reason=self.park_reason(idle) if idle is not None and idle.best.name == PARK else "",
             retries_spot=retries_spot,
             comparisons=tuple(compared for compared in (sized, shortage, idle, held) if compared is not None),
@@ -156,12 +150,9 @@ class _Planner:
     # How many nodes to run, if spot is available.
 
     def size(self) -> Comparison | None:
-        """Compare sizes of the fleet; None before steps are measured and prices and progress known."""
+        """Compare sizes of the fleet; None before steps are measured and prices known."""
         if self.shape is None or not self.prices.known or self.replicas.min >= self.replicas.max:
             return None
-        if self.spec.policies.fleet.deadline is not None and self.progress is None:
-            return None
-        needed = nodes_in_time(self.progress, self.shape, self.replicas.max, self.wanted)
         sized_s = math.inf if self.state.size.nodes is None else self.waited_s(self.state.size.at_s)
         lifetime_s = 3600 / LOSSES_PER_H[self.own_market]
         return compare_sizes(
@@ -169,33 +160,28 @@ class _Planner:
             self.prices,
             self.own_market,
             self.wanted,
-            (max(1, self.replicas.min, needed), self.replicas.max),
+            (max(1, self.replicas.min), self.replicas.max),
             self.market.start_s(Role.ROLLOUT, self.own_market),
             min(sized_s, lifetime_s) if sized_s >= SIZE_SETTLE_S else 0.0,  # 0: the last change has not settled
             [node.price_usd_per_h for node in self.spot if node.price_usd_per_h > 0],
             self.market.next_usd_per_h(Role.ROLLOUT, self.own_market),
         )
 
-    def size_reason(self) -> str:
+    def size_reason(self, sized: Comparison) -> str:
         assert self.shape is not None
-        needed = nodes_in_time(self.progress, self.shape, self.replicas.max, self.wanted)
-        cheapest = size_summary(self.shape, self.prices)
-        if self.progress is None or not needed:
-            return cheapest
-        pace = f"{self.progress.steps_left} steps remain, with {self.progress.step_s:.1f} s for each"
-        return f"{cheapest}; {needed} nodes meet the deadline: {pace}"
+        return f"{sized.sentence}; {size_summary(self.shape, self.prices)}"
 
     # How many on-demand nodes replace unavailable spot.
 
     def on_demand(self) -> tuple[int, Comparison | None]:
         """Compare numbers of on-demand nodes: fewer next to stable spot nodes, or more in a shortage.
 
-        Fewer, once the deadline is safe, and not while the cloud does not answer: it is unknown which machines
-        still exist. More, once the shortage has lasted a minute.
+        Fewer, but not while the cloud does not answer: it is unknown which machines still exist. More, once the
+        shortage has lasted a minute.
         """
         count = len(self.fallback)
         present = len([node for node in self.spot if node.phase is not NodePhase.REQUESTED])
-        if count and self.stable and self.is_safe and self.snapshot.machines is not None:
+        if count and self.stable and self.snapshot.machines is not None:
             fewer = range(min(count, max(0, self.replicas.max - self.stable)) + 1)
             found = self.compare_mixes("return on demand", self.stable, fewer, SPOT_STABLE_S)
             if found.best.on_demand < count:
@@ -219,7 +205,7 @@ class _Planner:
         """
         present, needed, shape = len(self.fallback), self.needed(spot), self.shape or UNMEASURED
         spot_usd = self.prices.other_usd_per_h + spot * self.spot_usd
-        start_usd = self.on_demand_usd * fallback_boot_s(self.state) / 3600
+        start_usd = self.on_demand_usd * self.fallback_boot_s() / 3600
         noise_usd = NOISE_SHARE * (spot_usd + present * self.on_demand_usd) * horizon_s / 3600
         candidates = [
             Candidate(
@@ -230,7 +216,6 @@ class _Planner:
                 change_usd=(count - present) * start_usd if count >= present else noise_usd,
                 spot=spot,
                 on_demand=count,
-                in_time=count >= needed or not self.is_behind,
             )
             for count in dict.fromkeys(counts)
             if count >= min(needed, present)
@@ -238,11 +223,13 @@ class _Planner:
         return compare(question, candidates, horizon_s, unknown="" if self.shape else NOT_MEASURED)
 
     def needed(self, spot: int) -> int:
-        """Return how many on-demand nodes run.yaml's minimum and the deadline need in addition to `spot` nodes."""
-        low, high = max(1, self.replicas.min), max(1, self.replicas.max)
-        if self.shape is not None:
-            low = max(low, nodes_in_time(self.progress, self.shape, high, spot + len(self.fallback)))
-        return max(0, min(low, high) - spot)
+        """Return how many on-demand nodes run.yaml's minimum needs in addition to `spot` nodes."""
+        return max(0, max(1, self.replicas.min) - spot)
+
+    def fallback_boot_s(self) -> float:
+        """Seconds from a rollout node's request until it works, as last seen: on demand, else on spot."""
+        kinds = [self.market.kind(Role.ROLLOUT, market) for market in (Market.ON_DEMAND, Market.SPOT)]
+        return next((kind.boot_s for kind in kinds if kind.boot_s is not None), BOOT_S)
 
     def shortage_s(self, present: int) -> float:
         """Return for how long on-demand nodes would have helped a working trainer; 0: they would not, or may not.
@@ -267,8 +254,7 @@ class _Planner:
     def retries_spot(self) -> bool:
         """Whether to return an on-demand node because a spot machine fits under the cap only in its place.
 
-        Not while machines start or leave, not before each has served for FALLBACK_MIN_S, and not the only node
-        while the deadline depends on it.
+        Not while machines start or leave, and not before each has served for FALLBACK_MIN_S.
         """
         if not self.fallback or len(self.spot) >= self.wanted:
             return False
@@ -276,8 +262,6 @@ class _Planner:
         if any(node.role is Role.ROLLOUT and node.phase is not NodePhase.SERVING for node in nodes):
             return False
         if any(self.waited_s(node.since_s) < FALLBACK_MIN_S for node in self.fallback):
-            return False
-        if len(self.filling) == 1 and not self.is_safe:
             return False
         if not self.market.launches_allowed(Role.ROLLOUT, Market.SPOT):
             return False
@@ -322,8 +306,8 @@ class _Planner:
         boot_s = self.market.start_s(Role.TRAINER, node.market)
         restart_usd = max(IDLE_MIN_S * usd, boot_s * (usd + node_usd)) / 3600
         candidates = [
-            Candidate(PARK, 0.0, change_usd=restart_usd, in_time=not self.is_behind),
-            Candidate(WAIT, usd, in_time=not self.is_behind),
+            Candidate(PARK, 0.0, change_usd=restart_usd),
+            Candidate(WAIT, usd),
         ]
         return compare("idle trainer", candidates, self.idle_s(node), unknown)
 

@@ -106,9 +106,8 @@ class _Reconciler:
             return "returned so that spot fits under `budget.usd_per_h`; spot is requested again"
         if node.is_fallback:
             return f"spot has been stable for {SPOT_STABLE_S:.0f} s"
-        benefit = "meet the deadline" if self.spec.policies.fleet.deadline else "make a step cheapest"
         price = f" at {node.price_usd_per_h:.2f} USD/h" if node.price_usd_per_h else ""
-        return f"returned{price}: {self.wanted.spot} of {spot} nodes {benefit}"
+        return f"returned{price}: {self.wanted.spot} of {spot} nodes make a step cheapest"
 
     def _release_node(self, node: Node, reason: str) -> None:
         moved = NodeMoved(node.id, NodePhase.TERMINATING, reason, is_released=True)
@@ -186,7 +185,6 @@ class _Reconciler:
         if is_fallback:
             problem = "too expensive" if self.wanted.spot_too_expensive else "unavailable"
             notes.append(f"on demand, because spot is {problem}")
-            notes += ["the run is behind its deadline"] if self.wanted.is_behind else []
         elif role is Role.ROLLOUT:
             wanted = rollouts_wanted(state, self.spec) if self.wanted.parked else self.wanted.spot
             notes.append(f"{self.rollouts + 1} of {wanted} rollout nodes")
@@ -223,7 +221,6 @@ class _Reconciler:
         nodes, staying = self.tick.state.nodes.values(), self._filling()
         leaving = len(nodes) - len(staying)
         is_draining = any(node.role is Role.ROLLOUT and node.phase is NodePhase.DRAINING for node in nodes)
-        reason += ", although the deadline needs it" if is_fallback and self.wanted.is_behind else ""
         may_lack = is_fallback or (role is Role.ROLLOUT and self.wanted.spot_too_expensive)
         refused = BudgetRefused(kind if may_lack else f"{role}", reason)
         if reason == PRICES_UNKNOWN:

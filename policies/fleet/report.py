@@ -1,4 +1,4 @@
-"""Report to the user: shortages, missed deadlines, a nearly spent budget.
+"""Report to the user: shortages and a nearly spent budget.
 
 Each topic has a state. It is journalled when the state differs from the last report of that topic.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_orch.policies.fleet.budget import are_set, caps_of, spent_usd
-from grpo_orch.policies.fleet.deadline import deadline_progress
 from grpo_orch.policies.model.events import (
     BudgetNeared,
     CapacityShortage,
-    DeadlineMissed,
     Event,
     PitfallFound,
 )
@@ -29,7 +27,7 @@ PRICES = "prices"  # a kind of PitfallFound event
 def report(tick: Tick) -> None:
     """Journal each topic of a live run whose state has changed."""
     if tick.state.phase in LIVE_RUN:
-        for topic in (_money, _capacity, _deadline):
+        for topic in (_money, _capacity):
             for event, reason in topic(tick):
                 tick.report(event, reason)
 
@@ -71,20 +69,3 @@ def _capacity(tick: Tick) -> Iterator[tuple[Event, str]]:
     if refused:
         reason += f"; last refusal: {max(refused, key=lambda kind: kind.failed_at_s).last_refusal}"
     yield CapacityShortage(role, since_s, reason), reason
-
-
-def _deadline(tick: Tick) -> Iterator[tuple[Event, str]]:
-    """Report a deadline that has passed or is out of reach. The run continues at the most economical pace."""
-    course = deadline_progress(tick.state, tick.spec, tick.snapshot.trainer, tick.snapshot.now_s)
-    if course is None:
-        return
-    shape, max_nodes = tick.snapshot.step_shape, tick.spec.rollout.replicas.max
-    if shape is None or max_nodes == 0:
-        if course.now_s > course.deadline_s:
-            event = DeadlineMissed(course.deadline_s, None, course.step, course.steps, max_nodes, None)
-            yield event, f"the deadline has passed at step {course.step} of {course.steps}"
-    elif course.is_late(shape, max_nodes):
-        end_s, step_s = course.end_s(shape, max_nodes), shape.seconds(max_nodes)
-        event = DeadlineMissed(course.deadline_s, end_s, course.step, course.steps, max_nodes, step_s)
-        late_s = end_s - course.deadline_s
-        yield event, f"the deadline is out of reach: {late_s:.0f} s late even with {max_nodes} nodes"

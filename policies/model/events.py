@@ -117,7 +117,7 @@ RunEvent = (
 )
 
 
-# Budget, deadline and capacity.
+# Budget and capacity.
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,28 +155,13 @@ class CapacityShortage:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlineMissed:
-    """The deadline has passed, or is out of reach even with the maximum number of nodes. The run continues.
-
-    `expected_end_s` is with `nodes` nodes and steps of `step_s`; None before steps were measured.
-    """
-
-    deadline_s: float  # seconds since the epoch
-    expected_end_s: float | None
-    step: int
-    steps: int
-    nodes: int
-    step_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class BudgetSet:
     """A user has set another `budget.usd` for this run."""
 
     usd: float
 
 
-MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityShortage | DeadlineMissed | BudgetSet
+MoneyEvent = BudgetRefused | BudgetReached | BudgetNeared | CapacityShortage | BudgetSet
 
 
 # Machines and the work on them.

@@ -23,7 +23,6 @@ from grpo_orch.policies.model.events import (
     CapacityShortage,
     CommandTaken,
     ControllerTookOver,
-    DeadlineMissed,
     Diverged,
     DivergenceCleared,
     DivergenceSuspected,
@@ -183,7 +182,6 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
             {name: replace(report, at_s=min(report.at_s, time_s)) for name, report in state.reports.items()}
         ),
         parked_at_s=_not_after(state.parked_at_s, time_s),
-        proved_at_s=_not_after(state.proved_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(rollback, since_s=min(rollback.since_s, time_s)) for rollback in state.rollbacks),
     )
@@ -290,7 +288,7 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
         case CommandTaken():
             return replace(state, commands_taken=state.commands_taken | {event.command_id})
         case SpecProved():
-            return replace(state, proved_at_s=time_s)
+            return replace(state, is_proved=True)
         case BudgetReached():
             return replace(state, money=replace(state.money, is_reached=True))
         case BudgetSet():
@@ -304,7 +302,6 @@ def _apply(state: RunState, event: Event, time_s: float, number: int) -> RunStat
             | BudgetRefused()
             | BudgetNeared()
             | CapacityShortage()
-            | DeadlineMissed()
         ):
             return state  # only reported
         case _:

@@ -14,7 +14,6 @@ from grpo_orch.policies.model.events import (
     BudgetNeared,
     BudgetRefused,
     CapacityShortage,
-    DeadlineMissed,
     DocumentUnreadable,
     Event,
     PitfallFound,
@@ -22,11 +21,10 @@ from grpo_orch.policies.model.events import (
     StoreSlowed,
 )
 
-UNREADABLE, BUDGET, CAPACITY, DEADLINE, PITFALL, STORE = (
+UNREADABLE, BUDGET, CAPACITY, PITFALL, STORE = (
     "unreadable",
     "budget",
     "capacity",
-    "deadline",
     "pitfall",
     "store",
 )
@@ -53,8 +51,6 @@ def topic_of(event: Event) -> tuple[str, str] | None:
             return f"{BUDGET} refused {event.role}", "refused"
         case CapacityShortage():
             return f"{CAPACITY} {event.role}", "missing"
-        case DeadlineMissed():
-            return DEADLINE, "missed"
         case PitfallFound():
             return f"{PITFALL} {event.kind}", str(event.step)
         case DocumentUnreadable():

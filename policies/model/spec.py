@@ -237,14 +237,11 @@ class KlPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPolicy:
-    """Automatic management of the fleet. For the deadline see policies.fleet.deadline."""
+    """Automatic management of the fleet."""
 
     # Minutes without contact from the daemon or the gateway after which a machine [shuts itself
     # down](spot-machines.md#dead-man-switch); 0: never.
     dead_man_min: float = 30.0
-    # When the last step [should be done](spot-machines.md#a-deadline), as in `2026-11-30T18:00+01:00`; without a
-    # time zone it is in UTC.
-    deadline: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

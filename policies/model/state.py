@@ -156,12 +156,7 @@ class RunState:
     rollbacks: tuple[Rollback, ...] = ()  # in order; the last may be in progress
     healthy: str | None = None  # the last healthy checkpoint of a run that ended diverged, PolicyVersion as text
     exported: str | None = None  # that checkpoint, once its weights are exported
-    proved_at_s: float | None = None  # when a trainer first trained
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether a trainer can work with run.yaml: one has trained."""
-        return self.proved_at_s is not None
+    is_proved: bool = False  # a trainer can work with run.yaml: one has trained
 
     @property
     def is_store_slow(self) -> bool:

@@ -37,7 +37,6 @@ from grpo_orch.policies.model.events import (
 )
 from grpo_orch.policies.model.spec import (
     Dataset,
-    FleetPolicy,
     KlPolicy,
     PoliciesSpec,
     Prices,
@@ -76,7 +75,6 @@ class World:
         self,
         rehearse: Rehearsal | None = REHEARSAL,
         kl_limit: float | None = 0.5,
-        deadline: str | None = None,
     ) -> None:
         self.store = Store(f"memory://views-{next(_names)}")
         spec = RunSpec(
@@ -84,7 +82,7 @@ class World:
             storage=self.store.url,
             trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.digits",)),
             grpo={"learning_rate": 0.001, "beta": 0.02},
-            policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit), fleet=FleetPolicy(deadline=deadline)),
+            policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit)),
             rehearse=rehearse,
         )
         documents.create_run(self.store, documents.RunRecord(1, "id", T0, spec))

@@ -137,7 +137,7 @@ def test_stored_results_are_shown_side_by_side(parent: Store, evaluate: Cli, tmp
 def test_each_evaluation_has_its_store_and_repeats_share_it(parent: Store) -> None:
     subjects, here = find_subjects(parent, ["20", "10", "10"], base=True), Dataset(path="a")
     assert [one.name for one in subjects] == ["base", "0-10", "0-20"]
-    fleet = FleetPolicy(dead_man_min=1.0, deadline="2026-11-30T18:00:00Z")
+    fleet = FleetPolicy(dead_man_min=1.0)
     policies = PoliciesSpec(fleet=fleet)
     same = {
         url_of(parent, here, *subjects),

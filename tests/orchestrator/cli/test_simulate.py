@@ -9,9 +9,7 @@ import pytest
 
 from grpo_orch.orchestrator.cli import simulate
 from grpo_orch.orchestrator.simulate.scenarios import ScenarioResult
-from grpo_orch.orchestrator.simulate.simulation import InvariantViolated, Outcome
-from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.model.vocabulary import RunPhase
+from grpo_orch.orchestrator.simulate.simulation import InvariantViolated
 from tests.rigs.command_line import Cli
 
 RUN = """
@@ -40,24 +38,6 @@ def test_a_run_is_simulated_for_programs(run_yaml: Path, monkeypatch: pytest.Mon
     assert set(told["outcomes"]) == {"this run", "on-demand"}
     assert told["outcomes"]["this run"]["steps"] > 0
     assert told["steps_per_usd_to_on_demand"] > 0
-
-
-def test_deadline_is_omitted_and_reported(run_yaml: Path, monkeypatch: pytest.MonkeyPatch, grpo_orch: Cli) -> None:
-    """The simulated clock stands years before it."""
-    run_yaml.write_text(run_yaml.read_text() + "policies: {fleet: {deadline: '2100-01-01T00:00:00Z'}}\n")
-    told, steered = ScenarioResult(0, RunPhase.FINISHED, "", 1.0, 1.0, 1, ""), list[str | None]()
-
-    def tell(_: int, spec: RunSpec, **__: object) -> ScenarioResult:
-        steered.append(spec.policies.fleet.deadline)
-        return told
-
-    monkeypatch.setattr(simulate, "run_scenario", tell)
-    monkeypatch.setattr(simulate, "simulate_hours", lambda *_: Outcome(1.0, 1.0))
-    monkeypatch.setattr(simulate, "render", lambda _: "")
-    found = grpo_orch("simulate", str(run_yaml), "--seeds", "1")
-    assert found.code == 0, found
-    assert steered == [None]
-    assert "policies.fleet.deadline is ignored" in " ".join(found.err.split())
 
 
 def test_a_broken_promise_names_the_command_that_replays_it(

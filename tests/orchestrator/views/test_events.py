@@ -15,7 +15,6 @@ from grpo_orch.checkpoint.journal import read
 from grpo_orch.orchestrator.views.events import event_json, lines, sentence
 from grpo_orch.policies.model.events import (
     EVENT_TYPES,
-    DeadlineMissed,
     Diverged,
     DivergenceCleared,
     Event,
@@ -52,10 +51,6 @@ SAMPLES: list[tuple[Event, str]] = [
     ),
     (JobExited("trainer-0-i1", 1, 143, 7), "trainer-0-i1 stopped as requested at step 7 (attempt 1)"),
     (JobExited("trainer-0-i1", 2, 0, 40), "trainer-0-i1 finished its job at step 40 (attempt 2)"),
-    (
-        DeadlineMissed(1764525600.0, None, 120, 500, 4, None),
-        "The deadline, 2025-11-30 18:00 UTC, has passed at step 120 of 500; the run continues",
-    ),
     (
         Diverged(1, 10, 7, EVIDENCE[:1], "trainer"),
         "The run has diverged since step 7, detected at step 10 by the trainer; "

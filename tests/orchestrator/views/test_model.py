@@ -10,11 +10,10 @@ import pytest
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
-from grpo_orch.orchestrator.views import screen as notes
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.orchestrator.views.screen import head
-from grpo_orch.orchestrator.views.view_model import DeadlineView, HealthView, headline, to_json
+from grpo_orch.orchestrator.views.view_model import HealthView, headline, to_json
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.events import (
     BuyingResumed,
@@ -25,7 +24,6 @@ from grpo_orch.policies.model.events import (
     NodeMoved,
     ProbationPassed,
     RunMoved,
-    SpecProved,
     StoreCaughtUp,
     StoreSlowed,
     TimelineForked,
@@ -245,43 +243,6 @@ def test_json_always_has_the_same_keys() -> None:
     assert again["nodes"][1]["slot"] == "rollout-0"
     assert again["phase"] == "training"
     assert again["events"][-1]["type"] == "RunMoved"
-
-
-def test_the_way_to_a_deadline_is_seen() -> None:
-    assert look(World(), 1).deadline is None
-    world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
-    world.starts()
-    before = look(world, 11).deadline
-    assert before == DeadlineView(T0 + 200, None, None, None, None)
-    world.happens(10, SpecProved())
-    for step in range(1, 11):
-        world.logs(20 + 2 * step, step, orch__generate_s=1.0, orch__generate_node_s=1.0, orch__tokens=100.0)
-    world.beats(41, 10)
-    view = look(world, 42)
-    assert view.deadline is not None
-    assert (view.deadline.behind, view.deadline.nodes, view.deadline.end_s) == (False, 1, T0 + 102)
-    assert view.deadline.expected_step == pytest.approx(
-        40 * 32 / (200 - 10 - 18)
-    )  # two starts of 9 s are kept in reserve
-    assert to_json(view)["deadline"]["deadline_s"] == T0 + 200
-    (line,) = notes.deadline(view, 110)
-    told = "ends 2023-11-14 22:15 UTC · step 10, 7 expected · needs 1 node"
-    assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
-    late = look(world, 150).deadline
-    assert late is not None
-    assert (late.behind, late.nodes) == (True, 0)
-
-
-def test_done_run_shows_whether_it_met_its_deadline() -> None:
-    for last_s, told in ((140, "met 1:00 min early"), (230, "missed by 30 s")):
-        world = World(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
-        world.starts()
-        world.happens(10, SpecProved())
-        world.logs(last_s, 40)
-        world.beats(last_s, 40)
-        world.happens(last_s + 5, RunMoved(RunPhase.FINISHED, "the trainer reached its last step"))
-        (line,) = notes.deadline(look(world, 900), 110)
-        assert line.plain.split(None, 1) == ["deadline", f"2023-11-14 22:16 UTC · {told}"]
 
 
 def test_cost_of_a_step_is_shown() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_orch.orchestrator.views.formatting import clock, duration, moment, short, sparkline, usd
+from grpo_orch.orchestrator.views.formatting import clock, duration, short, sparkline, usd
 from grpo_orch.orchestrator.views.measurements import NodeState
 from grpo_orch.orchestrator.views.screen import Screen, changes, watch
 from grpo_orch.orchestrator.views.view_model import HealthView, NodeView, RollbackView, RunView, StoppedKindView
@@ -238,7 +238,7 @@ def test_numbers_for_people() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e300, -1e300, 2.0**63])
 def test_times_outside_the_calendar_are_written(value: float) -> None:
-    assert all(write(value) for write in (clock, moment, duration))
+    assert all(write(value) for write in (clock, duration))
 
 
 def test_negative_last_step_draws_an_empty_bar(view: RunView) -> None:

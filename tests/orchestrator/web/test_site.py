@@ -23,19 +23,18 @@ from grpo_orch.policies.model.events import (
     NodeRequested,
     PitfallFound,
     RunMoved,
-    SpecProved,
     StoreSlowed,
 )
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase
 from tests.budget import HANG_S
-from tests.generators.views_world import T0, World
+from tests.generators.views_world import World
 
 Client = TestClient[web.Request, web.Application]
 HOSTILE = "<script>alert(1)</script>\x1b[2J\u202egpj.exe\u2066" + "x" * 100_000
 
 
-def run_of(steps: int = 12, deadline: str | None = None) -> World:
-    world = World(deadline=deadline)
+def run_of(steps: int = 12) -> World:
+    world = World()
     world.starts()
     for step in range(1, steps + 1):
         world.logs(10 + 2 * step, step, reward=step / steps, kl=0.01 * step)
@@ -90,21 +89,6 @@ def test_every_page_is_drawn_and_has_the_same_as_json() -> None:
             check_headers(told)
 
     browse(run_of(), story)
-
-
-def test_the_way_to_a_deadline_is_on_every_page() -> None:
-    world = run_of(deadline="2023-11-14T22:16:40Z")  # T0 + 200 s
-    world.happens(10, SpecProved())
-
-    for drawn in visit(world, "/", "/money", "/events"):
-        (line,) = [one for one in drawn.splitlines() if 'class="deadline' in one]
-        assert "deadline <b>2023-11-14 22:16 UTC</b> · ends " in line
-        assert 'class="deadline warn"' in line  # long past by this machine's clock
-        assert "step 12, 40 expected: behind" in line
-        assert " at the end</p>" in line
-    (told,) = ask(world, "/?format=json")
-    assert (told["run"]["deadline"]["deadline_s"], told["run"]["deadline"]["behind"]) == (T0 + 200, True)
-    assert 'class="deadline' not in visit(run_of(), "/")[0]
 
 
 def test_page_head_shows_problems_and_wanted_nodes() -> None:

@@ -59,7 +59,7 @@ def decided(
     `exit_code`: of nodes whose attempt has ended; `gateway`: fields of it; `state`: of the run's state.
     """
     known = replace(
-        RunState("sim", RunPhase.TRAINING, proved_at_s=0.0, nodes={one.id: one for one in nodes}),
+        RunState("sim", RunPhase.TRAINING, is_proved=True, nodes={one.id: one for one in nodes}),
         **state,  # type: ignore[arg-type]  # fields of RunState
     )
     ended = {one.id: exit_code for one in nodes if one.attempt_ended_at_s is not None}

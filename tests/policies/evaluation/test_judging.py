@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ from grpo_orch.policies.evaluation.evaluation_spec import as_run
 from grpo_orch.policies.evaluation.judging import Verdict, readability, verdict
 from grpo_orch.policies.model.spec import (
     Dataset,
-    FleetPolicy,
-    PoliciesSpec,
     Rehearsal,
     Replicas,
     RolloutSpec,
     RunSpec,
     TrainerSpec,
 )
-from tests.stand_ins import world
 
 
 @pytest.mark.parametrize(
@@ -84,10 +80,3 @@ def test_evaluation_is_greedy_and_keeps_what_scores_depend_on(kwargs: Any) -> No
     assert made.trainer.dataset == Dataset(path="held-out")
     assert made.rollout == spec.rollout
     assert (made.rehearse, made.name) == (None, "run-eval")
-
-
-def test_deadline_of_the_training_is_not_the_evaluations() -> None:
-    fleet = FleetPolicy(dead_man_min=5.0, deadline="2026-11-30T18:00:00Z")
-    run = replace(world.spec(2), policies=PoliciesSpec(fleet=fleet))
-    found = as_run(run, "memory://eval", Dataset(path="held-out"))
-    assert found.policies.fleet == FleetPolicy(dead_man_min=5.0)

@@ -73,12 +73,6 @@ def test_waiting_and_then_starting_costs_at_most_twice_the_best(
     assert paid <= 2 * min(beside * outage_s / HOUR_S, start_usd) * (1 + 1e-9)
 
 
-def test_candidate_that_meets_the_deadline_comes_first() -> None:
-    late = Candidate("cheap", 1.0, 100.0, in_time=False)
-    found = compare("size", [late, Candidate("fast", 10.0, 50.0)], HOUR_S)
-    assert (found.best.name, found.runner_up) == ("fast", late)
-
-
 def test_present_plan_wins_among_equals() -> None:
     found = compare("size", [Candidate("present", 1.0, 100.0), Candidate("other", 1.0, 100.0)], HOUR_S)
     assert (found.best.name, found.difference_usd) == ("present", 0.0)
@@ -210,11 +204,9 @@ def test_the_same_look_gives_the_same_plan_and_explains_it(market: dict[str, obj
     told = explain(world.state, seen, world.spec)
     assert told.comparisons == first.comparisons
     for compared in told.comparisons:
-        losses = [
-            one.loss_usd(compared.worth_usd, compared.horizon_s) for one in compared.candidates if one.in_time
-        ]
+        losses = [one.loss_usd(compared.worth_usd, compared.horizon_s) for one in compared.candidates]
         assert losses == sorted(losses)
-        assert compared.difference_usd >= 0 or not compared.best.in_time
+        assert compared.difference_usd >= 0
 
 
 def test_more_money_buys_no_fewer_nodes() -> None:
