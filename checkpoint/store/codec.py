@@ -15,7 +15,7 @@ from grpo_orch.policies.model.state import RunState
 
 # Increase it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state stored with another number is discarded and folded again from the events.
-STATE_SCHEMA = 33
+STATE_SCHEMA = 34
 
 _MAPPINGS = ("nodes", "slots", "kinds", "pools", "reports")  # of a state
 

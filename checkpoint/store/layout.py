@@ -41,7 +41,6 @@ REHEARSAL = "rehearsal"
 MODELS = "models"  # base models from the hub
 EVALUATIONS = "evaluations"  # evaluations of this run's policies: runs below their own names
 EVALUATED = "evaluated"  # in an evaluation: results, and the completions so far
-EXPORTS = "exports"  # weights as plain files, for use without grpo-orch
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot.json"  # of all weights, next to a policy that was published as a delta
 MODEL = "model.safetensors"  # the weights of a policy
@@ -242,11 +241,6 @@ def kept_part(digest: str, by: Precedence, number: int, completions: int) -> str
 def kept_in(key: str) -> int:
     """Return the number of completions in a part. Raises ValueError for a foreign object."""
     return int(key.rpartition("-")[2].removesuffix(".json"))
-
-
-def export(version: PolicyVersion) -> str:
-    """Return the folder of exported files. It is complete once the document `FOLDER.json` exists."""
-    return f"{EXPORTS}/{version}"
 
 
 def version_of(key: str) -> PolicyVersion:

@@ -1,18 +1,15 @@
-"""Upload, read, verify and export checkpoints: chunks, then a manifest, then an entry in the catalog."""
+"""Upload, read and verify checkpoints: chunks, then a manifest, then an entry in the catalog."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.checkpoint.store.document import OptionalDocument, UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, manifest
@@ -104,51 +101,12 @@ def verify(store: Store, checkpoint: Checkpoint, *, progress: Progress = lambda 
     return list(chunks.check(store, found.root, sorted(found.chunks), progress=progress).values())
 
 
-# A checkpoint's weights as plain files in the store, for `from_pretrained` and for use without this project.
-#
-# The rest of the checkpoint, mainly the optimizer, is left out. The document next to the folder is written last:
-# an export without it was interrupted, and is repeated.
-
-# Needed only to resume training.
+# Files of a checkpoint that are needed only to resume training.
 TRAINING_STATE = (".pt", ".pth", ".bin")
 # The last three are DeepSpeed's.
 TRAINING_FILES = frozenset(
     {"ref_model.safetensors", "detector.json", "run.json", "latest", "zero_to_fp32.py", "zero_to_torch.py"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The outcome of an export. If it failed permanently, `prefix` is empty and `error` has the reason."""
-
-    version: str  # PolicyVersion as text
-    prefix: str
-    error: str = ""
-
-
-def export_weights(store: Store, version: PolicyVersion) -> Export:
-    """Export a listed checkpoint, unless already done. Raises StoreError when the store fails."""
-    document = export_of(version)
-    done = document.read(store, UnreadableDocuments())
-    if done is not None:
-        return done
-    prefix = layout.export(version)
-    try:
-        found = read_manifest(store, Catalog(store, "export").newest().find(version))
-        wanted = [file for file in found.files if is_weights(file.name)]
-        for file in wanted:
-            store.put_parts(f"{prefix}/{file.name}", functools.partial(chunks.parts, store, found.root, file))
-        store.secure([f"{prefix}/{file.name}" for file in wanted])
-        export = Export(str(version), prefix)
-    except (Corrupt, NotFound) as error:  # a retry would fail as well
-        export = Export(str(version), "", str(error))
-    document.write(store, export)
-    return export
-
-
-def export_of(version: PolicyVersion) -> OptionalDocument[Export]:
-    """Return the document of that version's export, absent or damaged until it is done."""
-    return OptionalDocument(f"{layout.export(version)}.json", Export)
 
 
 def is_weights(name: str) -> bool:

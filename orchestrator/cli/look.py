@@ -198,8 +198,7 @@ def _bad_end(built: Report) -> Stop | None:
         case RunPhase.PAUSED:
             return Stop(f"{built.name} is paused: {built.reason}; {hint}", exit_codes.FAILED)
         case RunPhase.GAVE_UP:
-            weights = f"; the weights of {built.healthy} are in {built.exported_to}" if built.exported_to else ""
-            return Stop(f"{built.name} gave up: {built.reason}{weights}; {hint}", exit_codes.GAVE_UP)
+            return Stop(f"{built.name} gave up: {built.reason}; {hint}", exit_codes.GAVE_UP)
     return None
 
 

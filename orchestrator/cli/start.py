@@ -329,7 +329,7 @@ def resume(
             exit_codes.OK,
         )
     has_diverged = state.phase in (RunPhase.PAUSED, RunPhase.GAVE_UP) and not state.money.is_reached
-    if has_diverged and not state.nodes and state.exported == state.healthy:
+    if has_diverged and not state.nodes:
         raise Stop(
             f"{record.spec.name} {state.reason}; continue from an earlier checkpoint with changed "
             f"hyperparameters: grpo-orch rollback {store.quoted}"

@@ -1,6 +1,6 @@
 """Run the decided actions in threads and return failures as observations.
 
-Per node, timeline or version, one call of each kind runs at a time; so a machine can be released while its launch
+Per node or timeline, one call of each kind runs at a time; so a machine can be released while its launch
 is still running.
 
 The fence checks the journal just before the calls. A call that cannot start within ACT_WITHIN_S of the check (the
@@ -22,14 +22,12 @@ import structlog
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
-from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal, role_of
+from grpo_orch.policies.model.vocabulary import Refusal, role_of
 from grpo_orch.policies.tick.snapshot import (
     Action,
     Confirm,
-    Export,
     Launch,
     LaunchRefused,
     RequestStop,
@@ -166,18 +164,10 @@ class Actuator:
                 documents.request_stop(self._store, action.node, action.attempt, time.time())
             case WriteFork():
                 documents.write_fork(self._store, action.fork)
-            case Export():
-                transfer.export_weights(self._store, PolicyVersion.parse(action.version))
             case _:
                 assert_never(action)
 
 
 def _subject(action: Action) -> str:
-    """Return the node, timeline or version that the action changes."""
-    match action:
-        case WriteFork():
-            return f"timeline {action.fork.timeline}"
-        case Export():
-            return action.version
-        case _:
-            return action.node
+    """Return the node or timeline that the action changes."""
+    return f"timeline {action.fork.timeline}" if isinstance(action, WriteFork) else action.node

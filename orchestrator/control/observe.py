@@ -16,7 +16,6 @@ from grpo_orch.checkpoint.records.documents import ControllerMachine
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.checkpoint.stream.catalog import Catalog, Revision
 from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudUnavailable
 from grpo_orch.orchestrator.control.current_prices import Prices
@@ -27,7 +26,7 @@ from grpo_orch.policies.ledger.rentals import ControllerRental
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import Budget, RunSpec
 from grpo_orch.policies.model.state import RunState
-from grpo_orch.policies.model.vocabulary import PolicyVersion, Precedence
+from grpo_orch.policies.model.vocabulary import Precedence
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 from grpo_orch.policies.serving.joining import Stage, makes_progress
 from grpo_orch.policies.serving.wire import STATUS_S
@@ -283,7 +282,6 @@ class Observer:
             damaged=damaged,
             ever_stored=catalog is not None and catalog.number > 0,
             timeline=documents.newest_timeline(self._store) if state.rollback is not None or needs_target else 0,
-            exported_to=None if state.healthy is None else self._exported_to(state.healthy),
             unreadable=dict(self._unreadable.found),
         )
 
@@ -318,10 +316,6 @@ class Observer:
             return self._catalog.newest(), ""
         except Corrupt as error:
             return None, str(error)
-
-    def _exported_to(self, version: str) -> str | None:
-        export = transfer.export_of(PolicyVersion.parse(version)).read(self._store, self._unreadable)
-        return None if export is None else export.prefix
 
     def _machines(self) -> dict[str, Machine] | None:
         try:

@@ -91,11 +91,6 @@ def sentence(event: Event) -> str:
         case events.Diverged():
             seen = f"detected at step {event.step} by the {event.seen_by}"
             return _with_evidence(f"The run has diverged since step {event.onset_step}, {seen}", event.evidence)
-        case events.HealthyChosen(version=None):
-            return "There is no healthy checkpoint: all are from after the divergence began"
-        case events.Exported(prefix=""):
-            hint = f"`grpo-orch checkpoints verify {event.version}` shows why"
-            return f"The weights of {event.version} could not be exported; {hint}"
         case events.RollbackStarted():
             return _rollback(event)
         case events.StoreSlowed():
@@ -145,8 +140,6 @@ _SENTENCES: Mapping[type[Event], str] = {
     events.CommandTaken: "The command '{e.kind}' was accepted",
     events.DivergenceCleared: "The possible divergence has passed at step {e.step}",
     events.PitfallFound: "Warning at step {e.step}: {e.advice}",
-    events.HealthyChosen: "The last healthy checkpoint is {e.version}; its weights will be exported",
-    events.Exported: "The weights of {e.version} are exported to {e.prefix} in the store",
     events.TimelineForked: (
         "Timeline {e.timeline} is in the store: trainers of older timelines can no longer continue"
     ),

@@ -15,9 +15,7 @@ from rich.text import Text
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
 from grpo_orch.checkpoint.records.metrics import StepTiming, logged, median_timing, step_timings
-from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream.transfer import export_of
 from grpo_orch.orchestrator.plan.prices import store_place
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
@@ -137,8 +135,6 @@ class Report:
     windows_unused: int
     tokens_unused: int
     health: HealthView  # of the current timeline
-    healthy: str | None  # the last healthy checkpoint of a run that gave up
-    exported_to: str | None  # URL of its exported weights
     weights: WeightsView | None  # transfer of the policies; for nodes, as far as the last gateway remembers
     step_timing: StepTiming | None  # medians of all steps of the current timeline and its ancestors
     overlap: str | None  # actual or possible gain of overlapping; None: not available
@@ -195,8 +191,6 @@ def build_report(reader: Reader, now_s: float) -> Report:
         windows_unused=sum(rollback.windows_unused for rollback in rollbacks),
         tokens_unused=sum(rollback.tokens_unused for rollback in rollbacks),
         health=health_of(state),
-        healthy=state.healthy,
-        exported_to=_exported_to(store, state.healthy),
         weights=weights_view(reader.rows, _versions(store)),
         step_timing=timing,
         overlap=_overlap(timing, reader.spec),
@@ -312,13 +306,6 @@ def rollback_reports(reader: Reader) -> tuple[RollbackReport, ...]:
     return tuple(found)
 
 
-def _exported_to(store: Store, healthy: str | None) -> str | None:
-    export = (
-        None if healthy is None else export_of(PolicyVersion.parse(healthy)).read(store, UnreadableDocuments())
-    )
-    return f"{store.url}/{export.prefix}" if export is not None and export.prefix else None
-
-
 def _versions(store: Store) -> list[VersionSpread]:
     status = documents.read_members(store)
     return [] if status is None else status.versions
@@ -365,9 +352,6 @@ def _figures(report: Report) -> RenderableType:
         label = "diverged" if report.health.health is Health.TRIPPED else "possible divergence"
         evidence = "; ".join(report.health.evidence)
         table.add_row(label, Text(f"since step {report.health.onset_step}{': ' if evidence else ''}{evidence}"))
-    if report.healthy is not None:
-        where = f", exported to {report.exported_to}" if report.exported_to else ""
-        table.add_row("last healthy", Text(f"{report.healthy}{where}"))
     return table
 
 

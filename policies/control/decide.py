@@ -24,7 +24,6 @@ from grpo_orch.policies.tick.snapshot import (
     Action,
     Confirm,
     Decision,
-    Export,
     Launch,
     Machine,
     RequestStop,
@@ -74,9 +73,9 @@ def control_fleet(tick: Tick) -> None:
 
 
 def is_done(state: RunState, snapshot: Snapshot) -> bool:
-    """Whether the run is finished: it has ended, it is exported, and the cloud lists no machine of it."""
-    has_ended = state.phase in TERMINAL_RUN and state.exported == state.healthy
-    return has_ended and not state.nodes and snapshot.machines is not None and not snapshot.machines
+    """Whether the run is finished: it has ended, and the cloud lists no machine of it."""
+    is_empty = snapshot.machines is not None and not snapshot.machines
+    return state.phase in TERMINAL_RUN and not state.nodes and is_empty
 
 
 def actions_of(state: RunState, snapshot: Snapshot) -> tuple[Action, ...]:
@@ -104,8 +103,6 @@ def _store_actions(state: RunState, snapshot: Snapshot) -> list[Action]:
     begun = state.rollback if state.rollback and state.rollback.stage is RollbackStage.BEGUN else None
     if begun is not None and snapshot.store.timeline < begun.fork.timeline:
         actions.append(WriteFork(begun.fork))
-    if state.healthy is not None and state.exported != state.healthy:
-        actions.append(Export(state.healthy))
     return actions
 
 

@@ -17,9 +17,7 @@ from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
     DivergenceSuspected,
-    Exported,
     FleetMoved,
-    HealthyChosen,
     PitfallFound,
     ProbationPassed,
     RollbackStarted,
@@ -59,9 +57,6 @@ FENCE_WAIT_S = 120.0
 
 def control_timeline(tick: Tick) -> None:
     """Journal the run's health, advance a rollback, and begin one if needed."""
-    healthy = tick.state.healthy
-    if healthy is not None and tick.state.exported != healthy and tick.snapshot.store.exported_to is not None:
-        tick.emit(Exported(healthy, tick.snapshot.store.exported_to), f"{healthy} is exported")
     if tick.state.phase not in LIVE_RUN:
         return
     report_health(tick)
@@ -245,9 +240,10 @@ def answer_divergence(tick: Tick) -> None:
         return
     spent = budget_spent(state.rollbacks, trip.step, policy.budget)
     if spent and policy.action == "rollback":
-        start = None if target.checkpoint is None else str(target.checkpoint)
-        tick.emit(HealthyChosen(start), f"last healthy: {target}")
-        tick.move_run(RunPhase.GAVE_UP, f"diverged at step {trip.step}, and was {spent}; last healthy: {target}")
+        start = target.checkpoint
+        hint = "" if start is None else f", see `grpo-orch checkpoints export {start} FOLDER`"
+        reason = f"diverged at step {trip.step}, and was {spent}; last healthy: {target}{hint}"
+        tick.move_run(RunPhase.GAVE_UP, reason)
         return
     if target.missing:
         tick.move_run(RunPhase.PAUSED, f"diverged since step {trip.onset_step}; {target.missing}; {TARGET_HINT}")

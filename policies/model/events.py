@@ -363,24 +363,6 @@ class ProbationPassed:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class HealthyChosen:
-    """The run ends diverged; `version` is its last healthy checkpoint, to be exported. None: it has none."""
-
-    version: str | None  # PolicyVersion as text
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """A checkpoint's weights are in the store under `prefix`, as files for `from_pretrained`.
-
-    `prefix` is empty if they could not be exported.
-    """
-
-    version: str
-    prefix: str
-
-
 TimelineEvent = (
     DivergenceSuspected
     | DivergenceCleared
@@ -391,8 +373,6 @@ TimelineEvent = (
     | TimelineResumed
     | FleetMoved
     | ProbationPassed
-    | HealthyChosen
-    | Exported
 )
 
 Event = RunEvent | MoneyEvent | MachineEvent | TimelineEvent

@@ -28,11 +28,9 @@ from grpo_orch.policies.model.events import (
     DivergenceSuspected,
     DocumentUnreadable,
     Event,
-    Exported,
     FleetMoved,
     FleetSized,
     GatewayRestarted,
-    HealthyChosen,
     JobExited,
     JobRestarted,
     MachineBought,
@@ -350,10 +348,6 @@ def apply_to_timelines(state: RunState, event: TimelineEvent, time_s: float) -> 
         case ProbationPassed():
             check_move(ROLLBACK_EDGES, _stage(state), None)
             return replace(state, rollbacks=(*state.rollbacks[:-1], replace(state.rollbacks[-1], passed=True)))
-        case HealthyChosen():
-            return replace(state, healthy=event.version, exported=None)
-        case Exported():
-            return replace(state, exported=event.version)
         case _:
             assert_never(event)
 
@@ -362,7 +356,7 @@ def _begun(state: RunState, event: RollbackStarted, time_s: float) -> RunState:
     check_move(ROLLBACK_EDGES, _stage(state), RollbackStage.BEGUN)
     begun = Rollback(event.fork, event.cause, event.from_step, RollbackStage.BEGUN, time_s)
     kept = [rollback for rollback in state.rollbacks if rollback.stage is not RollbackStage.BEGUN]
-    return replace(state, rollbacks=(*kept, begun), healthy=None, exported=None)
+    return replace(state, rollbacks=(*kept, begun))
 
 
 def _stage(state: RunState) -> RollbackStage | None:

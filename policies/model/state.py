@@ -154,8 +154,6 @@ class RunState:
     diverged: Diverged | None = None  # a divergence on the present timeline
     diverged_at_s: float = 0.0
     rollbacks: tuple[Rollback, ...] = ()  # in order; the last may be in progress
-    healthy: str | None = None  # the last healthy checkpoint of a run that ended diverged, PolicyVersion as text
-    exported: str | None = None  # that checkpoint, once its weights are exported
     is_proved: bool = False  # a trainer can work with run.yaml: one has trained
 
     @property

@@ -124,7 +124,6 @@ class Stored:
     damaged: str = ""  # why the list of checkpoints cannot be read, and the fix
     ever_stored: bool = False  # the store has ever listed a checkpoint; known if `checkpoints` is
     timeline: int = 0  # the newest
-    exported_to: str | None = None  # the location of the requested export, once done; "": it failed
     unreadable: Mapping[str, str] = field(default_factory=dict)  # damaged optional objects, with the reasons
 
 
@@ -248,14 +247,7 @@ class WriteFork:
     fork: Fork
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Ensure that the checkpoint's weights are exported. Idempotent."""
-
-    version: str  # PolicyVersion as text
-
-
-Action = Launch | Terminate | Confirm | RequestStop | WriteFork | Export
+Action = Launch | Terminate | Confirm | RequestStop | WriteFork
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,6 @@ from grpo_orch.policies.tick.snapshot import (
     Command,
     Confirm,
     ControllerVerdict,
-    Export,
     Gateway,
     Launch,
     LaunchRefused,
@@ -173,7 +172,6 @@ class World:
     # By timeline: the step at which its trainer's guard trips, and the onset that it tells.
     trips: dict[int, tuple[int, int]] = field(default_factory=dict)
     guarded: bool = True  # the trainer's guard tells; else only the controller's own detectors do
-    exports: set[str] = field(default_factory=set)
     storing_s: float = 3.0  # how long a trainer takes to store what it has, once it is asked to end
     stops_at_s: float | None = None
     moved_at_s: float = -math.inf  # when what its machine stores last got on
@@ -255,7 +253,6 @@ class World:
                 checkpoints=tuple(self.checkpoints) if self.looking else None,
                 ever_stored=bool(self.checkpoints),
                 timeline=max((fork.timeline for fork in self.forks), default=0),
-                exported_to=f"exports/{state.healthy}" if state.healthy in self.exports else None,
             ),
         )
         return self.sees(seen)
@@ -320,8 +317,6 @@ class World:
             case WriteFork():
                 if action.fork.timeline not in [fork.timeline for fork in self.forks]:
                     self.forks.append(action.fork)
-            case Export():
-                self.exports.add(action.version)
 
     def refuses(self, launch: Launch) -> bool:
         is_rollout, on_spot = role_of(launch.slot) is Role.ROLLOUT, launch.market is Market.SPOT

@@ -24,15 +24,14 @@ from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from grpo_orch.checkpoint.stream.transfer import Export
 from grpo_orch.orchestrator.control.controller import Controller
 from grpo_orch.orchestrator.control.observe import COMMANDS_EVERY_S, Observer
 from grpo_orch.orchestrator.views.view_model import to_json as view_json
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.fleet.budget import BUDGET
-from grpo_orch.policies.model.events import DocumentUnreadable, HealthyChosen, RunCreated
+from grpo_orch.policies.model.events import DocumentUnreadable, RunCreated
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.model.vocabulary import MachineState, PolicyVersion, RunPhase
+from grpo_orch.policies.model.vocabulary import MachineState, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MembershipChange, MemberStatus
 from grpo_orch.policies.serving.wire import Completion
 from grpo_orch.policies.tick.snapshot import Action, Command, Launch, LaunchRefused, Machine, Trainer
@@ -42,7 +41,6 @@ from tests.stand_ins.world import spec
 
 names = itertools.count()
 NOW_S = 1000.0
-HEALTHY = PolicyVersion(0, 2)
 BEAT = Trainer("trainer-0-i1", 1, 0, 4, 10, "training", NOW_S, kl=0.1, stored_step=2, verdict=Verdict(step=4))
 ROWS = [MetricsRow(0, step, NOW_S + step, 1, {"kl": 0.1, "reward": 0.5}) for step in range(1, 5)]
 MEMBERS = GatewayStatus(
@@ -64,7 +62,6 @@ OPTIONAL: dict[str, bytes] = {
     layout.LEASE: to_json(Lease("h/1", "h", 1, "", 1, NOW_S, 15.0, NOW_S)),
     COMMAND_KEY: to_json(Command(COMMAND_ID, "rollback", "0-2", {"beta": 0.5})),
     ROWS_KEY: b"".join(to_json(row) + b"\n" for row in ROWS),
-    f"{layout.export(HEALTHY)}.json": to_json(Export(str(HEALTHY), "exports/0-2")),
 }
 
 
@@ -99,7 +96,7 @@ class Hands:
 class Steered:
     """A run under a real controller and observer, in a store of its own."""
 
-    def __init__(self, *, ended_diverged: bool = False) -> None:
+    def __init__(self) -> None:
         self.store = Store(f"memory://unreadable-{next(names)}", retry_s=0.0)
         documents.create_run(self.store, RunRecord(documents.SCHEMA, "sim-0", NOW_S, spec()))
         writer = Journal(self.store, "a/1")
@@ -110,8 +107,6 @@ class Steered:
         hands = Hands(self.cloud)
         self.controller = Controller(self.store, spec(), writer, state, observer, hands)  # type: ignore[arg-type]
         self.controller.record(NOW_S, (RunCreated("sim", "sim-0"),))
-        if ended_diverged:
-            self.controller.record(NOW_S, (HealthyChosen(str(HEALTHY)),))
 
     def ticks(self, count: int = 3) -> None:
         for _ in range(count):
@@ -234,9 +229,9 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 
 @settings(max_examples=examples(200), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.data(), st.booleans())
-def test_tick_continues_with_any_unreadable_optional_data(data: st.DataObject, ended: bool) -> None:
-    run = Steered(ended_diverged=ended)
+@given(st.data())
+def test_tick_continues_with_any_unreadable_optional_data(data: st.DataObject) -> None:
+    run = Steered()
     run.ticks(1)
     bad = data.draw(st.sets(st.sampled_from(sorted(OPTIONAL)), min_size=1, max_size=2), label="damaged")
     for key, whole in OPTIONAL.items():
@@ -255,7 +250,7 @@ def test_tick_continues_with_any_unreadable_optional_data(data: st.DataObject, e
 
 
 def test_readable_run_reports_nothing() -> None:
-    run = Steered(ended_diverged=True)
+    run = Steered()
     for key, whole in OPTIONAL.items():
         if key != COMMAND_KEY:
             run.store.put(key, whole)

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_orch.checkpoint.stream.transfer import export_weights
 from grpo_orch.orchestrator.cli import start
 from grpo_orch.orchestrator.cli.look import attach, ctrl_c
 from grpo_orch.orchestrator.cli.options import Stop
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import Exported, HealthyChosen, RunMoved
-from grpo_orch.policies.model.vocabulary import PolicyVersion, RunPhase
+from grpo_orch.policies.model.events import RunMoved
+from grpo_orch.policies.model.vocabulary import RunPhase
 from tests.generators.views_world import World
 from tests.rigs.command_line import Cli
 from tests.rigs.locales import ASCII_LOCALE
@@ -67,14 +66,6 @@ def test_abandoned_run_has_its_own_exit_code() -> None:
         "digits gave up: diverged at step 10, and was rolled back 3 times; last healthy: the start; "
         f"continue with: grpo-orch rollback --set KEY=NUMBER {world.store.url}"
     )
-
-
-def test_abandoned_run_shows_where_its_weights_are(tmp_path: Path) -> None:
-    world = ended(RunPhase.GAVE_UP, "diverged at step 10; last healthy: checkpoint 0-5")
-    world.saves(15, 5, tmp_path)
-    prefix = export_weights(world.store, PolicyVersion(0, 5)).prefix
-    world.happens(22, HealthyChosen("0-5"), Exported("0-5", prefix))
-    assert f"; the weights of 0-5 are in {world.store.url}/exports/0-5; continue with" in str(watched(world))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from grpo_orch.orchestrator.cli import start
 from grpo_orch.orchestrator.cli import start as rollback
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model import exit_codes
-from grpo_orch.policies.model.events import Diverged, HealthyChosen, RunCreated, RunMoved
+from grpo_orch.policies.model.events import Diverged, RunCreated, RunMoved
 from grpo_orch.policies.model.vocabulary import Cause, RunPhase
 from grpo_orch.policies.tick.snapshot import Snapshot, Stored
 from tests.rigs.command_line import Cli
@@ -160,9 +160,3 @@ def test_resume_of_a_diverged_run_shows_what_to_do(run: Steered, cli: Cli, phase
     assert code == exit_codes.USAGE
     assert f"grpo-orch rollback {run.store.url}" in err
     assert not run.started
-
-
-def test_resume_finishes_an_export_that_was_cut_off(run: Steered, cli: Cli) -> None:
-    run.happens(HealthyChosen("0-4"), RunMoved(RunPhase.GAVE_UP, "diverged"))
-    assert cli("resume", "-d")[0] == 0
-    assert run.started == ["resume"]

@@ -14,12 +14,11 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.model.vocabulary import Market, PolicyVersion, Refusal
-from grpo_orch.policies.tick.snapshot import Confirm, Export, Launch, LaunchRefused, Terminate, WriteFork
+from grpo_orch.policies.model.vocabulary import Market, Refusal
+from grpo_orch.policies.tick.snapshot import Confirm, Launch, LaunchRefused, Terminate, WriteFork
 from tests.budget import HANG_S, until
 
 LAUNCH = Launch("rollout-0-i1", "rollout-0", Market.SPOT, 1)
@@ -176,16 +175,6 @@ def test_a_fork_is_written_though_the_store_was_away(cloud: Clouds, store: AwayS
 
     until("done", written)
     assert documents.read_forks(store) == (fork,)
-
-
-def test_impossible_export_is_reported_and_not_retried(store: AwayStore, actuator: Actuator) -> None:
-    actuator.submit((Export("0-8"),), held)
-    until(
-        "what the actuator was asked for", lambda: transfer.export_of(PolicyVersion(0, 8)).read(store) is not None
-    )
-    done = transfer.export_of(PolicyVersion(0, 8)).read(store)
-    assert done is not None
-    assert (done.prefix, "no checkpoint 0-8" in done.error) == ("", True)
 
 
 def test_fenced_controller_starts_nothing(cloud: Clouds, actuator: Actuator) -> None:

@@ -18,7 +18,6 @@ from grpo_orch.policies.model.events import (
     Diverged,
     DivergenceCleared,
     Event,
-    Exported,
     GatewayRestarted,
     JobExited,
     NodeMoved,
@@ -71,10 +70,6 @@ SAMPLES: list[tuple[Event, str]] = [
         "Rollback from step 30 to checkpoint 0-5, as timeline 3, with per_device_train_batch_size 4, "
         "gradient_accumulation_steps 2: the trainer is out of memory (per_device_train_batch_size, "
         "gradient_accumulation_steps: the same; beta: other)",
-    ),
-    (
-        Exported("0-5", ""),
-        "The weights of 0-5 could not be exported; `grpo-orch checkpoints verify 0-5` shows why",
     ),
     (StoreSlowed(20, 0), "The store is slow: the checkpoint of step 20 is postponed; no checkpoint is stored yet"),
 ]

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import MetricsRow
-from grpo_orch.checkpoint.stream import transfer
 from grpo_orch.orchestrator.views.formatting import Change
 from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
@@ -24,14 +23,13 @@ from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     GatewayRestarted,
-    HealthyChosen,
     JobExited,
     JobRestarted,
     ProbationPassed,
     RunMoved,
 )
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.model.vocabulary import Cause, NodePhase, PolicyVersion, RunPhase
+from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RunPhase
 from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, report_of
 
 
@@ -232,18 +230,13 @@ def test_passed_rollback_and_one_without_changes_are_reported(world: World) -> N
     assert "reason asked [for] changed only the sampling seeds now has passed its probation" in words
 
 
-def test_abandoned_run_names_its_healthy_weights_and_place(world: World) -> None:
+def test_abandoned_run_shows_its_divergence(world: World) -> None:
     world.diverges(182, onset_step=7, step=10)
-    world.happens(183, HealthyChosen("0-5"), RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
+    world.happens(183, RunMoved(RunPhase.GAVE_UP, "diverged at step 10"))
     report = report_of(world.store, T0 + 184)
-    assert (report.healthy, report.exported_to) == ("0-5", None)
     assert report.health == HealthView(Health.TRIPPED, 10, 7, EVIDENCE)
-    assert transfer.export_weights(world.store, PolicyVersion(0, 5)).prefix
-    report = report_of(world.store, T0 + 184)
-    assert report.exported_to == f"{world.store.url}/exports/0-5"
     words = " ".join(drawn(report).split())
     assert f"diverged since step 7: {EVIDENCE[0]}; {EVIDENCE[1]}" in words
-    assert "last healthy 0-5, exported to memory://views-" in words
 
 
 BLUE, RED, ORANGE, GREEN = (0x33, 0x66, 0xCC), (0xC0, 0x39, 0x2B), (0xE0, 0x7B, 0x39), (0x2E, 0x8B, 0x6F)

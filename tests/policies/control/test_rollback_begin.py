@@ -10,9 +10,7 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import (
     CommandTaken,
     Diverged,
-    Exported,
     FleetMoved,
-    HealthyChosen,
     PitfallFound,
     RollbackStarted,
     RunMoved,
@@ -102,10 +100,10 @@ def test_the_budget_within_so_many_steps_ends_the_run() -> None:
     world.run()
     assert len(world.begun) == 2
     assert world.state.phase is RunPhase.GAVE_UP
-    assert world.of(HealthyChosen) == [HealthyChosen("0-4")]
-    assert world.of(Exported) == [Exported("0-4", "exports/0-4")]
     assert world.machines == {}
     assert "rolled back 2 times within 500 steps" in world.state.reason
+    told = "last healthy: checkpoint 0-4, see `grpo-orch checkpoints export 0-4 FOLDER`"
+    assert world.state.reason.endswith(told)
 
 
 def test_whole_budget_counts_over_any_steps_between() -> None:
@@ -122,19 +120,7 @@ def test_run_abandoned_without_checkpoint_ends() -> None:
     world.save_steps = 10
     world.run()
     assert world.state.phase is RunPhase.GAVE_UP
-    assert world.of(HealthyChosen) == [HealthyChosen(None)]
-    assert not world.exports
-
-
-def test_export_interrupted_by_controller_death_is_repeated() -> None:
-    world = world_of({0: (13, 9)}, budget=RollbackBudget(total=0))
-    while world.state.phase is not RunPhase.GAVE_UP:
-        world.tick(journal_only=world.decides(HealthyChosen))
-        world.advance()
-    assert not world.exports
-    world.take_over()
-    world.run()
-    assert world.exports == {"0-8"}
+    assert world.state.reason.endswith("last healthy: the start")
 
 
 def test_pause_returns_the_machines_and_waits_for_a_person() -> None:
