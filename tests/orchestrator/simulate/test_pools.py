@@ -8,17 +8,14 @@ from random import Random
 
 import pytest
 
-from benchmarks.contest.contenders import contenders, steer
+from benchmarks.contest.contenders import steer
 from benchmarks.contest.markets import MARKETS, market
-from benchmarks.contest.oracle import oracle
-from benchmarks.contest.spot_hedge import active, next_pool
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, LaunchOrder
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, Zone
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, Physics, Prices, SimulatedCloud
 from grpo_orch.orchestrator.simulate.store import Objects
-from grpo_orch.policies.model.pools import Pool, PoolOffer, PoolRecord, with_launch, with_refusal, with_stay
-from grpo_orch.policies.model.state import RunState
+from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.vocabulary import Market, Refusal, Role
 from tests.stand_ins.world import spec
 
@@ -131,49 +128,3 @@ def test_pool_memory_leaves_a_zone_that_preempts() -> None:
     ours, cheapest = (steer(name, spec(2), trace, Physics(), Prices(), 3.0, 0) for name in ("ours", "cheapest"))
     assert 2 * ours.bought <= cheapest.bought
     assert ours.steps > cheapest.steps
-    assert "cheapest" in contenders(trace)
-    assert "cheapest" not in contenders(market("storms", 0, 2))
-
-
-def test_the_oracle_knows_regions_quotas_and_speeds() -> None:
-    dear = zone("z", 2, price=0.5, region="s")
-    fast = replace(zone("a", 2), quota=1)
-    slow = replace(zone("b", 2, price=0.9), speed=0.5)
-    run = replace(spec(1), rollout=replace(spec(1).rollout, resources={"use_spot": True}))
-    found = oracle(run, (fast, slow), Physics(), Prices(), 1.0)
-    assert found.usd == pytest.approx(3.96 + 1.19), "a slow one at 0.9 of the price is dear"
-    assert oracle(run, (fast, slow, dear), Physics(), Prices(), 1.0).usd == pytest.approx(3.96 + 0.595)
-    shy = replace(zone("c", 2, price=0.5), refuses=0.95)
-    assert oracle(run, (fast, shy), Physics(), Prices(), 1.0) == found
-
-
-def test_spot_hedge_takes_cheapest_active_unused_zone() -> None:
-    pools = {name: zone(name, 1).pool for name in "abc"}
-    offers = [
-        PoolOffer(Role.ROLLOUT, pool, usd)
-        for pool, usd in zip(pools.values(), (1.0, 2.0, 3.0), strict=True)
-        if pool
-    ]
-    a, b, c = (one.pool for one in offers)
-    everywhere = {one.zone_path for one in (a, b, c)}
-    assert next_pool(offers, everywhere, []) == a
-    assert next_pool(offers, everywhere, [a]) == b
-    assert next_pool(offers, everywhere, [a, b, c]) == a
-    assert next_pool(offers, everywhere - {a.zone_path}, [b, c]) == b
-
-
-def test_spot_hedge_keeps_zones_on_probation_until_few_remain() -> None:
-    offers = [PoolOffer(Role.ROLLOUT, one.pool, 1.0) for one in (zone(name, 1) for name in "abc") if one.pool]
-    a, b, c = (one.pool for one in offers)
-    no, gave = with_refusal(PoolRecord(a), 1.0, 1.0), with_launch(with_refusal(PoolRecord(a), 1.0, 1.0), 2.0)
-    taken = with_stay(with_launch(PoolRecord(b), 1.0), 1.0, 3.0, preempted=True)
-    returned = with_stay(with_launch(PoolRecord(c), 1.0), 1.0, 3.0, preempted=False)
-
-    def after(*records: PoolRecord) -> set[str]:
-        return active(replace(RunState(), pools={str(one.pool): one for one in records}), offers)
-
-    assert after(no, returned) == {b.zone_path, c.zone_path}
-    assert after(gave, taken) == {a.zone_path, c.zone_path}
-    assert after(no, taken) == {a.zone_path, b.zone_path, c.zone_path}, (
-        "but for one all have failed: they are tried again"
-    )
