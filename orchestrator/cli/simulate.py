@@ -107,7 +107,7 @@ def simulate(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="Recorded spot market: SkyPilot JSON or time,count."),
+        typer.Option("--trace", metavar="FILE", help="Recorded spot market: JSON, as SkyPilot's traces."),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of fault scenarios.")] = SEEDS,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the first scenario.")] = 0,

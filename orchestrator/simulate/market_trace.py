@@ -1,15 +1,12 @@
 """Market traces: number and price of the machines in each zone over time, from a seed or from files.
 
-Zones of a named region are pools that a run chooses from. File formats:
-
-- JSON with `metadata.gap_seconds` and `data`, one number per gap, as in SkyPilot's traces. If `data` has only 0
-  and 1, it is the trace of one machine, and 1 means preempted; else it is the number of available machines.
-- CSV of `time,count`: seconds, and the number of machines from then on. A header line is skipped.
+Zones of a named region are pools that a run chooses from. A file is JSON with `metadata.gap_seconds` and `data`,
+one number per gap, as in SkyPilot's traces. If `data` has only 0 and 1, it is the trace of one machine, and 1
+means preempted; else it is the number of available machines.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -188,9 +185,7 @@ def with_dips(random: Random, nodes: int, a_day: float, gaps: tuple[int, int]) -
 
 # Files.
 
-EXPECTED = "expected JSON with metadata.gap_seconds and data, or CSV of time,count"
-MINUTE_S = 60.0
-MINUTES_MAX = 1_000_000
+EXPECTED = "expected JSON with metadata.gap_seconds and data"
 
 
 class InvalidTrace(Exception):
@@ -208,13 +203,9 @@ def read_trace(path: Path, nodes: int) -> MarketTrace:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidTrace(f"{path}: {error}") from None
-    if not text.strip():
-        raise InvalidTrace(f"{path}: the file is empty; {EXPECTED}")
     try:
-        if not text.lstrip().startswith("{"):
-            return (_from_csv(text),)
         return (_from_gaps(json.loads(text), nodes),)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidTrace(f"{path}: {type(error).__name__}: {error}; {EXPECTED}") from None
 
 
@@ -225,31 +216,3 @@ def _from_gaps(document: dict[str, Any], nodes: int) -> Zone:
     if max(data) <= 1:
         data = [nodes * (1 - is_preempted) for is_preempted in data]
     return Zone(str(document["metadata"].get("zone", ZONES[0])), gap_s, tuple(data))
-
-
-def _from_csv(text: str) -> Zone:
-    rows = [row for row in csv.reader(text.splitlines()) if row]
-    if not _is_number(rows[0][0]):
-        rows = rows[1:]
-    points = [(float(row[0]), int(float(row[1]))) for row in rows if len(row) > 1]
-    if len(points) != len(rows) or not points:
-        raise ValueError("each line needs a time and a count")
-    times = [time_s for time_s, _ in points]
-    if times != sorted(times) or min(count for _, count in points) < 0:
-        raise ValueError("times must not decrease, and counts must not be negative")
-    if (minutes := int((times[-1] - times[0]) / MINUTE_S)) > MINUTES_MAX:
-        raise ValueError(f"the trace lasts {minutes} minutes; are its times in seconds?")
-    counts, index = [], 0
-    for minute in range(minutes + 1):
-        while index + 1 < len(points) and times[index + 1] <= times[0] + minute * MINUTE_S:
-            index += 1
-        counts.append(points[index][1])
-    return Zone(ZONES[0], MINUTE_S, tuple(counts))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
