@@ -39,15 +39,6 @@ def rollouts_bought(of: Simulation) -> int:
     return sum(role_of(node) is Role.ROLLOUT for node in of.cloud.bought)
 
 
-def rollout_hours(of: Simulation, hours: float) -> float:
-    """Machine-hours of rollout nodes in the next hours."""
-    found = 0.0
-    for _ in range(int(hours * 12)):
-        of.run_for(GAP_S)
-        found += sum(not box.gone for box in of.cloud.of(Role.ROLLOUT)) * GAP_S / HOUR_S
-    return found
-
-
 @pytest.mark.parametrize(("nodes", "minutes"), [(1, 52.0), (2, 45.0), (4, 45.0)])
 def test_image_that_never_serves_stops_after_three_machines(nodes: int, minutes: float) -> None:
     """Within three quarters of an hour; one at a time has three launches on top of three times 15 minutes."""
@@ -93,27 +84,6 @@ def test_spot_taken_before_it_serves_is_tried_ever_more_rarely(pools: bool, use_
     found.run_for(PROBE_MAX_S + HOUR_S)
     live = found.newest.controller.state.live(Role.ROLLOUT)
     assert {(node.market, node.phase) for node in live} == {(Market.SPOT, NodePhase.SERVING)}
-
-
-DAY = pytest.param(24.0, marks=pytest.mark.soak)
-
-
-@pytest.mark.parametrize("hours", [3.0, DAY])
-def test_without_a_trainer_no_rollout_node_is_paid_for(hours: float) -> None:
-    """It was never there; spot machines for rollouts were."""
-    found = world(SPOT, on_demand(0))
-    assert rollout_hours(found, hours) == 0.0
-    assert not found.cloud.bought
-
-
-@pytest.mark.parametrize("hours", [3.0, DAY])
-def test_long_lost_trainer_costs_less_than_a_rollout_hour(hours: float) -> None:
-    found = world(SPOT, on_demand(*(3,) * 12, *(0,) * 30 * 12))
-    found.run_for(HOUR_S - found.time_s + 10.0)
-    [trainer] = found.cloud.of(Role.TRAINER)
-    assert trainer.step > 0
-    found.cloud.lose(trainer)
-    assert 0 < rollout_hours(found, hours) < 0.5
 
 
 DISK_USD_PER_H = 1332.0 / 730  # SkyPilot's `best` on AWS, of 256 GB

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.checkpoint import journal
 from grpo_orch.orchestrator.simulate.scenarios import (
     HOUR_S,
     Fault,
@@ -26,7 +25,6 @@ from grpo_orch.orchestrator.simulate.scenarios import (
     work_ends,
 )
 from grpo_orch.orchestrator.simulate.simulation import Simulation
-from grpo_orch.policies.model.events import NodeRequested, RunMoved
 from grpo_orch.policies.model.phases import LIVE_RUN
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Role, RunPhase
@@ -65,28 +63,6 @@ def at(world: Simulation) -> RunState:
 
 def steps(world: Simulation) -> float:
     return max((box.step for box in world.cloud.of(Role.TRAINER)), default=-1.0)
-
-
-def test_a_day_without_any_rollout_machine_costs_no_trainer() -> None:
-    world = training(0)
-    end = no_rollout_capacity(world, world.random)
-    world.run_for(1800.0)
-    assert at(world).phase is RunPhase.PARKED
-    assert not world.cloud.nodes
-    made, spent, bought = world.work.stored_step, world.cloud.spent_usd, list(world.cloud.bought)
-    assert made >= max(at_.step for at_ in world.work.ever_listed)
-    world.rest()
-    world.run_for(24 * HOUR_S)
-    assert (world.cloud.spent_usd, world.cloud.bought) == (spent, bought)
-    end()
-    world.run_for(BACK_S)
-    assert at(world).phase is RunPhase.TRAINING
-    assert steps(world) > made
-    assert len(world.cloud.of(Role.ROLLOUT)) == 2
-    requests = [event for record in journal.read(world.newest.store) for event in record.decoded()]  # type: ignore[union-attr]
-    asked = [event for event in requests if isinstance(event, NodeRequested)]
-    assert sum(event.role is Role.TRAINER for event in asked) == 2
-    assert [event.phase for event in requests if isinstance(event, RunMoved)].count(RunPhase.PARKED) == 1
 
 
 @settings(max_examples=examples(8), deadline=None, derandomize=True)

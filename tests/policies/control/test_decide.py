@@ -1,4 +1,4 @@
-"""The controller's decisions, as stories and as invariants over random ones."""
+"""The controller's decisions, as stories; random ones are in `test_controlled_scenarios`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import copy
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_orch.policies.control.decide import BUSY_S, BUSY_TICK_S, STEADY_TICK_S, decide
-from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.breaker import back_off_s
 from grpo_orch.policies.model.events import (
     Event,
-    JobRestarted,
     MachineBought,
     NodeMoved,
     NodeRequested,
@@ -33,7 +29,7 @@ from grpo_orch.policies.tick.snapshot import (
     Machine,
     Terminate,
 )
-from tests.stand_ins.world import BOOT_S, World, spec, until_training
+from tests.stand_ins.world import World, until_training
 
 
 def test_undisturbed_run_finishes_and_returns_every_machine() -> None:
@@ -278,67 +274,6 @@ def test_crash_after_every_event_ends_same_without_relaunch(disturb: int) -> Non
         assert len(world.launches) == len(set(world.launches)), "a node was launched twice"
 
 
-FAULT = st.sampled_from(["lose", "exit", "notice", "refuse", "silence", "crash", "orphan", "none", "none", "none"])
-
-
-@settings(max_examples=150, deadline=None)
-@given(faults=st.lists(st.tuples(FAULT, st.integers(0, 9)), max_size=60), replicas=st.integers(1, 4))
-def test_random_faults_converge_without_overbuying(faults: list[tuple[str, int]], replicas: int) -> None:
-    world = World(spec(replicas, trainer_restarts=1000))
-    for fault, pick in faults:
-        names = sorted(n for n, m in world.machines.items() if m.state is MachineState.UP)
-        name = names[pick % len(names)] if names else None
-        match fault:
-            case "lose" if name:
-                world.lose(name)
-            case "exit" if name:
-                world.exit(name, 1)
-            case "notice" if name:
-                world.machines[name] = replace(world.machines[name], notice=True)
-            case "refuse":
-                world.refusing = not world.refusing
-            case "silence":
-                silent = decide(world.state, replace(world.snapshot(), machines=None), world.spec)
-                assert silent.actions == ()
-            case "crash":
-                world.tick(journal_only=True)
-                world.take_over()
-            case "orphan":
-                world.machines[f"rollout-9-i{pick}"] = Machine(f"rollout-9-i{pick}", MachineState.UP)
-        world.tick()
-        filling = [
-            n
-            for n in world.state.nodes.values()
-            if n.phase in (NodePhase.REQUESTED, NodePhase.BOOTING, NodePhase.SERVING)
-        ]
-        assert len({n.slot for n in filling}) == len(filling) <= replicas + 1
-        world.advance(BOOT_S / 2)
-    world.refusing = False
-    world.run()
-    assert world.state.phase is RunPhase.FINISHED
-    assert world.machines == {}
-
-
 def test_back_off_doubles_to_the_limit_that_the_need_sets() -> None:
     assert [back_off_s(failures, needed=True) for failures in range(6)] == [0, 2, 4, 8, 15, 15]
     assert back_off_s(11, needed=False) == 120
-
-
-def test_markets() -> None:
-    assert market_of(Role.ROLLOUT, spec()) is Market.SPOT
-    assert market_of(Role.TRAINER, spec()) is Market.ON_DEMAND
-    stubborn = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": False}))
-    assert market_of(Role.ROLLOUT, stubborn) is Market.ON_DEMAND
-
-
-def test_job_restart_is_journalled_before_it_is_done() -> None:
-    world = until_training(World())
-    world.exit("rollout-0-i1", 1)
-    world.tick()
-    world.now_s += 5
-    before = list(world.launches)
-    world.tick(journal_only=True)
-    assert any(isinstance(e, JobRestarted) for e in world.history[-1][2])
-    assert world.launches == before
-    world.tick()
-    assert world.launches == [*before, ("rollout-0-i1", 2)]

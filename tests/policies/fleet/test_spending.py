@@ -229,20 +229,6 @@ def test_the_cap_is_never_passed(
     assert reported.cost_all_on_demand_usd == pytest.approx(on_demand_usd(world.state, world.now_s))
 
 
-def test_slow_clock_forgets_no_dollar() -> None:
-    """A daemon on another host goes on, whose clock is two hours behind that of the one before it."""
-    world = priced(capped(10**4), max_steps=10**6)
-    world.wait(3600.0, 10.0)
-    world.lose("rollout-0-i1")  # of which the journal tells at the end of the hour
-    world.tick()
-    before = world.spent
-    assert before == pytest.approx(36.0 + 2 * 3.6, rel=0.02)
-    world.now_s -= 7200.0
-    world.take_over()
-    assert world.spent == pytest.approx(before)
-    assert bill(rentals(world.history, world.now_s)).cost_usd == pytest.approx(before)
-
-
 def test_the_diary_has_the_numbers_of_each_purchase_and_return() -> None:
     world = priced(capped(30.0), max_steps=10**6)
     world.run(10**5)
