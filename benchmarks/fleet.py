@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from random import Random
-from types import MappingProxyType
 
 import structlog
 
@@ -74,8 +73,8 @@ def tick_ms(nodes: int) -> float:
     controller.state = replace(
         state,
         is_proved=True,
-        nodes=MappingProxyType({**state.nodes, **{node.id: node for node in found}}),
-        slots=MappingProxyType({**state.slots, **{node.slot: Slot(incarnations=1) for node in found}}),
+        nodes={**state.nodes, **{node.id: node for node in found}},
+        slots={**state.slots, **{node.slot: Slot(incarnations=1) for node in found}},
     )
     world.run_for(30.0)
     serving = [node for node in controller.state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +15,6 @@ from grpo_orch.policies.model.state import RunState
 # events: a state stored with another number is discarded and folded again from the events.
 STATE_SCHEMA = 34
 
-_MAPPINGS = ("nodes", "slots", "kinds", "pools", "reports")  # of a state
 
 # Larger integers are rejected: arithmetic with a float would raise OverflowError.
 _INT_END = 2**64
@@ -90,15 +87,12 @@ def event_from_plain(data: dict[str, Any], where: str) -> Event:
 
 def state_to_plain(state: RunState) -> dict[str, Any]:
     """Convert a state to JSON data, deterministically: sets are sorted, mappings keep their order."""
-    mappings: dict[str, Any] = {name: dict(getattr(state, name)) for name in _MAPPINGS}
-    return {**msgspec.to_builtins(replace(state, **mappings)), "commands_taken": sorted(state.commands_taken)}
+    return {**msgspec.to_builtins(state), "commands_taken": sorted(state.commands_taken)}
 
 
 def state_from_plain(data: dict[str, Any], where: str) -> RunState:
-    """Convert JSON data to a read-only state, as `apply` makes it. Raises Corrupt."""
+    """Convert JSON data to a state. Raises Corrupt."""
     try:
-        state = msgspec.convert(data, RunState)
+        return msgspec.convert(data, RunState)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{where}: {error}", "use the grpo-orch that wrote it, or a newer one") from error
-    mappings: dict[str, Any] = {name: MappingProxyType(dict(getattr(state, name))) for name in _MAPPINGS}
-    return replace(state, **mappings)

@@ -27,7 +27,7 @@ from grpo_orch.orchestrator.views.measurements import NodeState, phase_state
 from grpo_orch.policies.ledger.accounting import split_by_line, surviving_rows
 from grpo_orch.policies.ledger.rentals import ControllerRental
 from grpo_orch.policies.model.events import Event, NodeMoved, NodeRequested
-from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.timelines import lineage, on_lineage
@@ -145,7 +145,7 @@ class Reader:
 
     def _fold(self, event: Event, time_s: float, number: int) -> None:
         before = self.state
-        self.state = apply(before, event, time_s, number)
+        self.state = fold([(number, time_s, (event,))], before)
         self._see_nodes()
         match event:
             case NodeRequested():
@@ -154,7 +154,7 @@ class Reader:
                 node = before.nodes[event.node]
                 if self.newest_node[node.slot].id == node.id:
                     self.states[node.slot] = phase_state(event.phase, node.phase)
-                    if event.phase in ENDED:  # `apply` drops the node; views still show it
+                    if event.phase in ENDED:  # the fold drops the node; views still show it
                         ended = replace(node, phase=event.phase, since_s=time_s, reason=event.reason)
                         self.newest_node[node.slot] = ended
             case _:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.breaker import SPOT_STABLE_S, MachineKind, after_move
@@ -57,9 +56,6 @@ from grpo_orch.policies.model.reports import BUDGET, CAPACITY, with_report, with
 from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 class IllegalMove(Exception):
     """A move that is not in the tables: a bug in a decision, never a user's error."""
@@ -71,55 +67,19 @@ def check_move(edges: Mapping[tuple[Phase, Phase], str], old: Phase, new: Phase)
         raise IllegalMove(f"{type(new or old).__name__}: {old} -> {new} is not in the table")
 
 
-# Folding many events changes mappings in place instead of copying them each time. A `RunState` is immutable. A
-# draft is not: `apply` changes its mappings, and the draft before must not be used again.
+# A fold changes the state's mappings in place: to copy them for each event would take the square of their size.
+# So a state that was given to `apply` must not be used again; `fold` and a tick begin with a copy.
 
 
-class _DraftMapping(dict[K, V]):
-    """A draft's mapping."""
-
-
-def draft(state: RunState) -> RunState:
-    """Return a mutable draft of the state, for a single owner."""
+def copied(state: RunState) -> RunState:
+    """Return the state with mappings of its own, which `apply` may change."""
     return replace(
         state,
-        nodes=_DraftMapping(state.nodes),
-        slots=_DraftMapping(state.slots),
-        kinds=_DraftMapping(state.kinds),
-        pools=_DraftMapping(state.pools),
+        nodes=dict(state.nodes),
+        slots=dict(state.slots),
+        kinds=dict(state.kinds),
+        pools=dict(state.pools),
     )
-
-
-def final(state: RunState) -> RunState:
-    """Return a draft as an immutable state."""
-    return replace(
-        state,
-        nodes=MappingProxyType(state.nodes),
-        slots=MappingProxyType(state.slots),
-        kinds=MappingProxyType(state.kinds),
-        pools=MappingProxyType(state.pools),
-    )
-
-
-def with_item(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    """Return the mapping with that value; a draft's mapping is changed in place."""
-    if isinstance(mapping, _DraftMapping):
-        mapping[key] = value
-        return mapping
-    return MappingProxyType({**mapping, key: value})
-
-
-def without_item(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
-    """Return the mapping without that key; a draft's mapping is changed in place."""
-    if isinstance(mapping, _DraftMapping):
-        del mapping[key]
-        return mapping
-    return MappingProxyType({k: v for k, v in mapping.items() if k != key})
-
-
-def matching_mapping(mapping: Mapping[K, V], changed: dict[K, V]) -> Mapping[K, V]:
-    """Return `changed` as the same kind of mapping: a draft's or an immutable one."""
-    return _DraftMapping(changed) if isinstance(mapping, _DraftMapping) else MappingProxyType(changed)
 
 
 # A controller may take over on a host with another clock: no time in the state may be in its future.
@@ -167,18 +127,16 @@ def with_times_clamped(state: RunState, time_s: float, back_s: float) -> RunStat
     }
     return replace(
         state,
-        nodes=matching_mapping(state.nodes, nodes),
-        kinds=matching_mapping(state.kinds, kinds),
-        pools=matching_mapping(state.pools, pools),
+        nodes=nodes,
+        kinds=kinds,
+        pools=pools,
         size=replace(state.size, at_s=min(state.size.at_s, time_s)),
         shortages=Shortages(
             _not_after(state.shortages.spot_since_s, time_s),
             _not_after(state.shortages.trainer_since_s, time_s),
             _not_after(state.shortages.rollout_since_s, time_s),
         ),
-        reports=MappingProxyType(
-            {name: replace(report, at_s=min(report.at_s, time_s)) for name, report in state.reports.items()}
-        ),
+        reports={name: replace(report, at_s=min(report.at_s, time_s)) for name, report in state.reports.items()},
         parked_at_s=_not_after(state.parked_at_s, time_s),
         diverged_at_s=min(state.diverged_at_s, time_s),
         rollbacks=tuple(replace(rollback, since_s=min(rollback.since_s, time_s)) for rollback in state.rollbacks),
@@ -241,8 +199,8 @@ def note_moved(state: RunState, node: Node, move: NodeMoved, time_s: float) -> R
 
 
 def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord]) -> RunState:
-    changed = change(state.pools.get(str(pool), PoolRecord(pool)))
-    return replace(state, pools=with_item(state.pools, str(pool), changed))
+    state.pools[str(pool)] = change(state.pools.get(str(pool), PoolRecord(pool)))
+    return state
 
 
 # How each journalled event changes the run's state.
@@ -250,15 +208,15 @@ def _with(state: RunState, pool: Pool, change: Callable[[PoolRecord], PoolRecord
 
 def fold(history: Iterable[tuple[int, float, Iterable[Event]]], onto: RunState | None = None) -> RunState:
     """Fold `(entry number, time_s, events)` in order. Raises IllegalMove for an impossible history."""
-    state = draft(onto or RunState())
+    state = copied(onto or RunState())
     for number, time_s, events in history:
         for event in events:
             state = apply(state, event, time_s, number)
-    return final(state)
+    return state
 
 
 def apply(state: RunState, event: Event, time_s: float, number: int) -> RunState:
-    """Return the state after one event of entry `number`. A draft must not be used again.
+    """Return the state after one event of entry `number`; the state before must not be used again.
 
     Raises IllegalMove for a move that is not in the phase tables.
     """
@@ -318,7 +276,7 @@ def _run_moved(state: RunState, event: RunMoved, time_s: float) -> RunState:
         return replace(state, shortages=replace(state.shortages, trainer_since_s=since_s))
     # A user has repaired something, or wants another try.
     money, failures = replace(state.money, is_reached=False, unspent_usd=0.0), replace(state.failures, count=0)
-    return replace(state, money=money, failures=failures, kinds=matching_mapping(state.kinds, {}))
+    return replace(state, money=money, failures=failures, kinds={})
 
 
 # Events of divergences, rollbacks and timelines.
@@ -460,7 +418,7 @@ def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
         on_demand_usd = money.spent_on_demand_usd + node.on_demand_cost_usd(time_s)
         state = replace(state, money=replace(money, spent_usd=spent_usd, spent_on_demand_usd=on_demand_usd))
     if event.phase in (NodePhase.GONE, NodePhase.REFUSED):
-        state = replace(state, nodes=without_item(state.nodes, node.id))
+        del state.nodes[node.id]
     else:
         served = node.served or event.phase is NodePhase.SERVING
         node = replace(node, phase=event.phase, since_s=time_s, reason=event.reason, served=served)
@@ -520,12 +478,15 @@ def _exited(state: RunState, event: JobExited, time_s: float) -> RunState:
 
 
 def _with_node(state: RunState, node: Node) -> RunState:
-    return replace(state, nodes=with_item(state.nodes, node.id, node))
+    state.nodes[node.id] = node
+    return state
 
 
 def _with_kind(state: RunState, name: str, kind: MachineKind) -> RunState:
-    return replace(state, kinds=with_item(state.kinds, name, kind))
+    state.kinds[name] = kind
+    return state
 
 
 def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
-    return replace(state, slots=with_item(state.slots, name, slot))
+    state.slots[name] = slot
+    return state

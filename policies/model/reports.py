@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from grpo_orch.policies.model.events import (
     BudgetNeared,
@@ -75,10 +74,10 @@ def is_news(reports: Reports, event: Event) -> bool:
 def with_report(reports: Reports, event: Event, time_s: float) -> Reports:
     """Return the reports with the event's added."""
     found = topic_of(event)
-    return reports if found is None else MappingProxyType({**reports, found[0]: Report(found[1], time_s)})
+    return reports if found is None else {**reports, found[0]: Report(found[1], time_s)}
 
 
 def without(reports: Reports, *topics: str) -> Reports:
     """Return the reports without topics that begin so; their next event is news again."""
     kept = {name: report for name, report in reports.items() if not name.startswith(topics)}
-    return reports if len(kept) == len(reports) else MappingProxyType(kept)
+    return reports if len(kept) == len(reports) else kept

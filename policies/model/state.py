@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from grpo_orch.policies.model.breaker import MachineKind
 from grpo_orch.policies.model.events import Diverged, DivergenceSuspected
@@ -138,15 +136,15 @@ class RunState:
     reason: str = ""
     epoch: int = 0
     last_event_s: float = 0.0  # time of the last event, on the clock of the controller that journalled it
-    nodes: Mapping[str, Node] = field(default_factory=lambda: MappingProxyType({}))
-    slots: Mapping[str, Slot] = field(default_factory=lambda: MappingProxyType({}))
-    kinds: Mapping[str, MachineKind] = field(default_factory=lambda: MappingProxyType({}))
-    pools: Mapping[str, PoolRecord] = field(default_factory=lambda: MappingProxyType({}))  # by a pool's text
+    nodes: dict[str, Node] = field(default_factory=dict)  # only `fold` changes these four
+    slots: dict[str, Slot] = field(default_factory=dict)
+    kinds: dict[str, MachineKind] = field(default_factory=dict)
+    pools: dict[str, PoolRecord] = field(default_factory=dict)  # by a pool's text
     money: Money = field(default_factory=Money)
     size: FleetSize = field(default_factory=FleetSize)
     shortages: Shortages = field(default_factory=Shortages)
     parked_at_s: float | None = None  # None unless it is parked
-    reports: Reports = field(default_factory=lambda: MappingProxyType({}))  # the last of each topic
+    reports: Reports = field(default_factory=dict)  # the last of each topic
     commands_taken: frozenset[str] = frozenset()
     gateway_boot_id: str | None = None
     failures: TrainerFailures = field(default_factory=TrainerFailures)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.model.events import Event, JobExited, JobRestarted, MachineBought, NodeMoved, RunMoved
-from grpo_orch.policies.model.fold import apply, draft
+from grpo_orch.policies.model.fold import apply, copied
 from grpo_orch.policies.model.reports import is_news
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import Node, RunState
@@ -28,7 +28,7 @@ class Tick:
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = draft(self.state)
+        self.state = copied(self.state)
 
     def emit(self, event: Event, reason: str) -> None:
         """Add an event with its reason. Raises IllegalMove when a phase table forbids it."""

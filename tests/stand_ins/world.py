@@ -29,7 +29,7 @@ from grpo_orch.policies.model.events import (
     RunMoved,
     SpecProved,
 )
-from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.phases import FILLING_NODE
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.spec import (
@@ -204,10 +204,9 @@ class World:
 
     @property
     def state(self) -> RunState:
-        for number, time_s, events in self.history[self.folded.count :]:
-            for event in events:
-                self.folded.state = apply(self.folded.state, event, time_s, number)
-        self.folded.count = len(self.history)
+        if new := self.history[self.folded.count :]:
+            self.folded.state = fold(new, self.folded.state)
+            self.folded.count = len(self.history)
         return self.folded.state
 
     def of(self, *kinds: type[E]) -> list[E]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.policies.control.rollback import newest_before, target_before_step
 from grpo_orch.policies.model.events import NodeRequested, ProbationPassed, RollbackStarted
-from grpo_orch.policies.model.fold import apply
+from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.spec import KlPolicy, Replicas, RollbackBudget, RolloutSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, Role, RunPhase
@@ -68,7 +68,7 @@ def test_each_rollback_finds_its_target_after_any_death(
             for event in events:
                 if isinstance(event, RollbackStarted):
                     check(state, event, ever)
-                state = apply(state, event, time_s, number)
+                state = fold([(number, time_s, (event,))], state)
         if dead == "controller":
             world.take_over()
         if over:
