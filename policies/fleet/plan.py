@@ -1,11 +1,10 @@
 """Plan the fleet: choose what the run should have now, by the objective in `policies.fleet.objective`.
 
-Four questions are answered by comparing a few candidates each:
+Three questions are answered by comparing a few candidates each:
 
 - how many nodes to run if spot is available;
 - how many on-demand nodes replace unavailable spot;
-- whether a trainer without rollout nodes waits or parks;
-- whether rollout nodes without a trainer are kept.
+- whether a trainer without rollout nodes waits or parks.
 
 `replicas` limits the candidates. A run that has reached its budget gets no machines here; single purchases are
 checked against the budget in `policies.fleet.reconcile`. This module requests nothing.
@@ -47,7 +46,6 @@ BOOT_S = 300.0  # of a rollout node, before one has served
 NOT_MEASURED, NOT_PRICED = "no steps are measured yet", "prices are not known"
 UNMEASURED = StepShape(3600.0, 0.0)  # before any measurement: one node is enough, more do not help
 WAIT, PARK = "a waiting trainer", "parking"
-KEEP, RETURN = "keeping the waiting nodes", "returning the waiting nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +120,14 @@ class _Planner:
         )
 
     def plan(self) -> Allocation:
-        held = self.idle_nodes()
         present = Allocation(
             spot=len(self.spot),
             on_demand=len(self.fallback),
-            release_reason=self.release_reason if held is not None and held.best.name == RETURN else "",
+            release_reason=self.release_reason(),
             spot_too_expensive=self.is_spot_too_expensive,
         )
         if self.is_parked:
-            return self.parked(replace(present, comparisons=() if held is None else (held,)))
+            return self.parked(present)
         sized, (on_demand, shortage), idle = self.size(), self.on_demand(), self.idle_trainer()
         size = self.wanted if sized is None or not sized.horizon_s else sized.best.spot
         retries_spot = on_demand >= len(self.fallback) and self.retries_spot()
@@ -141,7 +138,7 @@ class _Planner:
             size_reason=self.size_reason(sized) if sized is not None and size != self.wanted else "",
             park_reason=self.park_reason(idle) if idle is not None and idle.best.name == PARK else "",
             retries_spot=retries_spot,
-            comparisons=tuple(compared for compared in (sized, shortage, idle, held) if compared is not None),
+            comparisons=tuple(compared for compared in (sized, shortage, idle) if compared is not None),
         )
 
     def waited_s(self, since_s: float) -> float:
@@ -359,36 +356,25 @@ class _Planner:
 
     # Rollout nodes that wait for a trainer.
 
-    def idle_nodes(self) -> Comparison | None:
-        """Compare keeping the rollout nodes while the trainer has no machine with starting them again later.
+    def release_reason(self) -> str:
+        """Return why rollout nodes without a trainer are returned; empty: they are kept.
 
-        In a parked run, they wait for the trainer's old machine to leave.
+        They are kept for about as long as a start takes, because starting them again would cost that much. In a
+        parked run, they wait for the trainer's old machine to leave.
         """
-        since_s = self.state.shortages.trainer_since_s
-        if self.snapshot.machines is None or (since_s is None and not self.is_parked):
-            return None
-        nodes = self.state.live(Role.ROLLOUT)
+        since_s, nodes = self.state.shortages.trainer_since_s, self.state.live(Role.ROLLOUT)
         if self.is_parked:
             started = (NodePhase.BOOTING, NodePhase.SERVING)
             since_s = min((node.since_s for node in nodes if node.phase in started), default=None)
-        if since_s is None or not nodes:
-            return None
-        usd = len(nodes) * (self.prices.node_usd_per_h or 1.0)
-        candidates = [Candidate(KEEP, usd), Candidate(RETURN, 0.0, change_usd=usd * self.hold_limit_s / 3600)]
-        unknown = "" if self.prices.node_usd_per_h > 0 else NOT_PRICED
-        return compare("no trainer", candidates, self.snapshot.silent_s(since_s), unknown=unknown)
-
-    @property
-    def hold_limit_s(self) -> float:
+        if self.snapshot.machines is None or since_s is None or not nodes:
+            return ""
         start_s = self.market.start_s(Role.ROLLOUT, self.own_market)
-        return max(IDLE_MIN_S, min(start_s, self.spec.policies.boot_timeout_s))
-
-    @property
-    def release_reason(self) -> str:
-        held_s = self.hold_limit_s
+        limit_s = max(IDLE_MIN_S, min(start_s, self.spec.policies.boot_timeout_s))
+        if self.snapshot.silent_s(since_s) <= limit_s:
+            return ""
         if self.is_parked:
-            return f"the trainer's old machine has not left for {held_s:.0f} s; nodes are requested once it has"
-        return f"the trainer has had no machine for {held_s:.0f} s; nodes are requested once it has one"
+            return f"the trainer's old machine has not left for {limit_s:.0f} s; nodes are requested once it has"
+        return f"the trainer has had no machine for {limit_s:.0f} s; nodes are requested once it has one"
 
     # A parked run.
 
