@@ -37,7 +37,7 @@ from grpo_orch.orchestrator.clouds.protocol import LaunchOrder
 from grpo_orch.orchestrator.simulate.simulated_cloud import BRISK, Physics, Prices
 from grpo_orch.orchestrator.simulate.simulation import ON_DEMAND, Simulation
 from grpo_orch.policies.model.spec import Budget, Dataset, Replicas, RolloutSpec, RunSpec, TrainerSpec
-from grpo_orch.policies.model.state import Node, Slot
+from grpo_orch.policies.model.state import Node
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, kind_of, node_id_of, slot_of
 
 NODES = (100, 1_000, 10_000)
@@ -74,7 +74,7 @@ def tick_ms(nodes: int) -> float:
         state,
         is_proved=True,
         nodes={**state.nodes, **{node.id: node for node in found}},
-        slots={**state.slots, **{node.slot: Slot(incarnations=1) for node in found}},
+        slots={**state.slots, **{node.slot: 1 for node in found}},
     )
     world.run_for(30.0)
     serving = [node for node in controller.state.live(Role.ROLLOUT) if node.phase is NodePhase.SERVING]

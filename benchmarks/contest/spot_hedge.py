@@ -20,7 +20,7 @@ from grpo_orch.policies.model.events import Event, FleetSized, NodeMoved, NodeRe
 from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.spec import Replicas, RunSpec
-from grpo_orch.policies.model.state import Node, RunState, Slot
+from grpo_orch.policies.model.state import Node, RunState
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, node_id_of, slot_of
 from grpo_orch.policies.tick.snapshot import Action, Decision, Launch, Snapshot
 
@@ -121,7 +121,7 @@ def _fallback(
 
 
 def _on_demand(state: RunState, name: str, pool: Pool | None) -> NodeRequested:
-    incarnation = state.slots.get(name, Slot()).incarnations + 1
+    incarnation = state.slots.get(name, 0) + 1
     node, reason = node_id_of(name, incarnation), "falls back to on demand"
     return NodeRequested(node, Role.ROLLOUT, name, incarnation, Market.ON_DEMAND, reason, 0.0, pool, True)
 

@@ -13,7 +13,7 @@ from grpo_orch.policies.model.state import RunState
 
 # Increase it whenever a state's fields change, or `policies.model.fold.apply` makes another state of the same
 # events: a state stored with another number is discarded and folded again from the events.
-STATE_SCHEMA = 34
+STATE_SCHEMA = 36
 
 
 # Larger integers are rejected: arithmetic with a float would raise OverflowError.

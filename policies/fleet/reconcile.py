@@ -22,7 +22,7 @@ from grpo_orch.policies.fleet.plan import Allocation, wanted_slots
 from grpo_orch.policies.model.breaker import BACK_OFF_MAX_EXTRA_S, SPOT_STABLE_S
 from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, FleetSized, NodeMoved, NodeRequested
 from grpo_orch.policies.model.phases import FILLING_NODE, LIVE_RUN
-from grpo_orch.policies.model.state import Node, Slot
+from grpo_orch.policies.model.state import Node
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, kind_of, node_id_of
 from grpo_orch.policies.tick.draft import Tick
 from grpo_orch.policies.tick.snapshot import GENERATES
@@ -179,7 +179,7 @@ class _Reconciler:
             self._refuse(role, kind, terms.usd_per_h, refusal, is_fallback=is_fallback)
             return False
         state = self.tick.state
-        before = state.slots.get(name, Slot()).incarnations
+        before = state.slots.get(name, 0)
         node, incarnation = node_id_of(name, before + 1), before + 1
         notes = ["first" if not before else f"replaces {node_id_of(name, before)}"]
         if is_fallback:

@@ -53,7 +53,7 @@ from grpo_orch.policies.model.events import (
 from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGES, Phase
 from grpo_orch.policies.model.pools import Pool, PoolRecord, with_launch, with_refusal, with_stay
 from grpo_orch.policies.model.reports import BUDGET, CAPACITY, with_report, without
-from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, Slot, TrainerFailures
+from grpo_orch.policies.model.state import FleetSize, Node, Rollback, RunState, Shortages, TrainerFailures
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase, kind_of
 
 
@@ -366,8 +366,6 @@ def apply_to_machines(state: RunState, event: MachineEvent, time_s: float) -> Ru
             return _exited(state, event, time_s)
         case JobRestarted():
             node = replace(state.nodes[event.node], attempt=event.attempt, attempt_ended_at_s=None)
-            slot = state.slots.get(node.slot, Slot())
-            state = _with_slot(state, node.slot, replace(slot, job_restarts=slot.job_restarts + 1))
             return _with_node(state, node)
         case _:
             assert_never(event)
@@ -392,8 +390,8 @@ def _requested(state: RunState, event: NodeRequested, time_s: float) -> RunState
     )
     if kind := state.kinds.get(node.kind):
         state = _with_kind(state, node.kind, replace(kind, probes=kind.probes + bool(kind.stopped)))
-    slot = state.slots.get(event.slot, Slot())
-    return _with_node(_with_slot(state, event.slot, replace(slot, incarnations=event.incarnation)), node)
+    state.slots[event.slot] = event.incarnation
+    return _with_node(state, node)
 
 
 def _moved(state: RunState, event: NodeMoved, time_s: float) -> RunState:
@@ -484,9 +482,4 @@ def _with_node(state: RunState, node: Node) -> RunState:
 
 def _with_kind(state: RunState, name: str, kind: MachineKind) -> RunState:
     state.kinds[name] = kind
-    return state
-
-
-def _with_slot(state: RunState, name: str, slot: Slot) -> RunState:
-    state.slots[name] = slot
     return state

@@ -65,14 +65,6 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The number of a slot's incarnations, and of restarts of their work."""
-
-    incarnations: int = 0
-    job_restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Rollback:
     """A rollback, in progress or passed. `from_step` is the step that the timeline before had reached."""
 
@@ -137,7 +129,7 @@ class RunState:
     epoch: int = 0
     last_event_s: float = 0.0  # time of the last event, on the clock of the controller that journalled it
     nodes: dict[str, Node] = field(default_factory=dict)  # only `fold` changes these four
-    slots: dict[str, Slot] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)  # the number of each slot's incarnations
     kinds: dict[str, MachineKind] = field(default_factory=dict)
     pools: dict[str, PoolRecord] = field(default_factory=dict)  # by a pool's text
     money: Money = field(default_factory=Money)

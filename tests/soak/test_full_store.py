@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_orch.checkpoint import journal
+from grpo_orch.policies.model.events import JobRestarted
 from tests.e2e.test_training import (
     OVERLAPPED,
     undisturbed,  # noqa: F401  # pytest finds it here
@@ -56,7 +58,9 @@ def test_a_full_store_is_waited_for_and_loses_nothing(
         reach(run, held_at + 2)
         finish(run)
         check_healthy(run, drift=math.inf)
-        assert run.state.slots["trainer-0"].job_restarts == 0, "a full disk is no reason to start again"
+        events = [event for record in journal.read(run.store) for event in record.decoded()]
+        restarts = [event for event in events if isinstance(event, JobRestarted) and event.node == "trainer-0-i1"]
+        assert not restarts, "a full disk is no reason to start again"
         assert run.state.epoch == 1, "the daemon lived through it"
         assert final_weights(run) == undisturbed
     finally:
