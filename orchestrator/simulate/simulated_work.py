@@ -46,7 +46,6 @@ class Work:
         cloud: the run's machines.
         spec: the run's spec.
         max_steps: the last step.
-        trips: where the run's timelines diverge.
         check: called with an invariant, and the error message if it is false.
         logs: write the metrics from which steps are measured.
     """
@@ -56,13 +55,13 @@ class Work:
         cloud: SimulatedCloud,
         spec: RunSpec,
         max_steps: int,
-        trips: Trips,
         check: Callable[[bool, str], None],
         *,
         logs: bool,
     ) -> None:
         self._cloud, self._spec, self._check = cloud, spec, check
-        self.max_steps, self.trips, self._logs = max_steps, trips, logs
+        self.max_steps, self._logs = max_steps, logs
+        self.trips: Trips = {}
         self.listed: tuple[PolicyVersion, ...] = ()  # in the catalog
         self.ever_listed: set[PolicyVersion] = set()
         self.safe_steps: dict[int, int] = {}  # by timeline: the newest step that a restart must not lose

@@ -33,10 +33,9 @@ from grpo_orch.orchestrator.simulate.simulated_cloud import (
     SimulatedCloud,
     SimulatedMachine,
 )
-from grpo_orch.orchestrator.simulate.simulated_work import Trips, Work
+from grpo_orch.orchestrator.simulate.simulated_work import Work
 from grpo_orch.orchestrator.simulate.store import Objects, SimulatedStore
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.control.decide import decide as production
 from grpo_orch.policies.control.lifecycle import DOWN
 from grpo_orch.policies.control.node_phases import MACHINE_LOST_S
 from grpo_orch.policies.control.rollback import newest_before, target_before_step
@@ -365,7 +364,6 @@ class Simulation:
         physics: durations.
         prices: prices of machines.
         max_steps: the last step.
-        trips: where the run's timelines diverge.
         decide: the controllers' decision function.
         rhythm: lengths of the time steps in seconds, repeated.
         logs: trainers write the metrics from which steps are measured.
@@ -380,7 +378,6 @@ class Simulation:
         physics: Physics = BRISK,
         prices: Prices | None = None,
         max_steps: int = 500,
-        trips: Trips | None = None,
         decide: Decide = decide,
         rhythm: tuple[float, ...] = STEADY,
         logs: bool = False,
@@ -395,7 +392,7 @@ class Simulation:
         self.cloud.time_s = self.time_s
         self.cloud.disk_usd_per_h = {role: disks.usd_per_h(spec, role, None) for role in Role}
         self.safety = Safety(self)
-        self.work = Work(self.cloud, spec, max_steps, trips or {}, self.safety.check, logs=logs)
+        self.work = Work(self.cloud, spec, max_steps, self.safety.check, logs=logs)
         self.daemons: list[SimulatedDaemon] = []
         self.take_overs: list[tuple[int, float]] = []  # epoch and time
         self.log: list[str] = []
@@ -519,7 +516,7 @@ def simulate_hours(
     prices: Prices,
     hours: float,
     seed: int,
-    decide: Decide = production,
+    decide: Decide = decide,
 ) -> Outcome:
     """Simulate a run for some hours, without faults.
 

@@ -72,32 +72,27 @@ def test_on_demand_run_buys_both_roles_on_demand() -> None:
     assert {market_of(role, on_demand(run)) for role in Role} == {Market.ON_DEMAND}
 
 
+SPOT_TRAINER, SPOT_NODES = {"trainer": {"use_spot": True}}, {"rollout": {"use_spot": True}}
+
+
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "end"),
+    ("seed", "name", "nodes", "resources", "end"),
     [
-        ({"use_spot": True}, {}, RunPhase.STARTING),
-        ({}, {"use_spot": True}, RunPhase.PARKED),
-        ({}, {}, RunPhase.FINISHED),  # nodes on demand stand in
+        (2, "never", 2, SPOT_TRAINER, RunPhase.STARTING),
+        (2, "never", 2, SPOT_NODES, RunPhase.PARKED),
+        (2, "never", 2, {}, RunPhase.FINISHED),  # nodes on demand stand in
+        (6, "storms", 3, {}, RunPhase.FINISHED),  # it is asked to stop at its end
+        (22, "unclouded", 2, SPOT_NODES, RunPhase.PARKED),  # its zone is lost for good
     ],
 )
-def test_a_run_that_waits_for_spot_machines_breaks_no_promise(
-    trainer: dict[str, bool], rollout: dict[str, bool], end: RunPhase
+def test_scenario_in_a_market_ends_or_waits(
+    seed: int, name: str, nodes: int, resources: dict[str, dict[str, bool]], end: RunPhase
 ) -> None:
-    run = spec(2)
-    sections = replace(run.trainer, resources=trainer), replace(run.rollout, resources=rollout)
-    run = replace(run, trainer=sections[0], rollout=sections[1])
-    assert run_scenario(2, run, trace=market("never", 2, 2)).phase is end
+    run = spec(nodes)
+    trainer = replace(run.trainer, resources=resources.get("trainer", {}))
+    run = replace(run, trainer=trainer, rollout=replace(run.rollout, resources=resources.get("rollout", {})))
+    assert run_scenario(seed, run, trace=market(name, seed, nodes)).phase is end
 
 
 def test_a_run_that_stops_at_its_budget_has_ended() -> None:
     assert run_scenario(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED
-
-
-def test_run_asked_to_stop_at_its_end_has_ended() -> None:
-    assert run_scenario(6, spec(3), trace=market("storms", 6, 3)).phase is RunPhase.FINISHED
-
-
-def test_spot_only_run_waits_when_its_zone_is_lost_for_good() -> None:
-    run = spec(2)
-    run = replace(run, rollout=replace(run.rollout, resources={"use_spot": True}))
-    assert run_scenario(22, run, trace=market("unclouded", 22, 2)).phase is RunPhase.PARKED
