@@ -176,10 +176,8 @@ def max_checkpoints(rules: CheckpointsSpec, save_steps: int, logging_steps: int,
     """Return the maximum number of checkpoints that a healthy run of `steps` steps keeps at a time."""
     saves = steps // save_steps
     first, most = max(0, saves - SIMULATED_SAVES - NOTICED_POINTS * logging_steps // save_steps), 0
-    line = [
-        StoredCheckpoint(PolicyVersion(0, step))
-        for step in _steps_at_doubling_ages(save_steps, save_steps * first)
-    ]
+    earlier = [PolicyVersion(0, save_steps * save) for save in range(1, first + 1)]
+    line = [StoredCheckpoint(version) for version in sorted(at_doubling_ages(earlier))]
     for step in range(save_steps * (first + 1), save_steps * saves + 1, save_steps):
         line.append(StoredCheckpoint(PolicyVersion(0, step)))
         before, since = keep_before(step, Verdict(), logging_steps), keep_since(step, logging_steps)
@@ -189,14 +187,3 @@ def max_checkpoints(rules: CheckpointsSpec, save_steps: int, logging_steps: int,
     if rules.keep_every_steps is None:
         return most
     return min(saves, most + steps // math.lcm(rules.keep_every_steps, save_steps))
-
-
-def _steps_at_doubling_ages(save_steps: int, newest: int) -> list[int]:
-    """Return a superset of the steps that the rule of doubling ages keeps at step `newest`."""
-    found, width = {save_steps} if newest else set(), 1
-    while width <= newest:
-        stretches = range(max(0, newest // width - STRETCHES), newest // width + 1)
-        oldest = (save_steps * max(1, math.ceil(stretch * width / save_steps)) for stretch in stretches)
-        found.update(step for step in oldest if step <= newest)
-        width *= 2
-    return sorted(found)
