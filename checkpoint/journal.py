@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import structlog
 
-from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import (
     STATE_SCHEMA,
@@ -33,7 +32,6 @@ from grpo_orch.checkpoint.store.codec import (
     state_to_plain,
     to_json,
 )
-from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
 from grpo_orch.checkpoint.store.run_store import Store, retry_torn
 from grpo_orch.policies.model.events import ControllerTookOver, Event
@@ -257,10 +255,7 @@ def _log_skipped(end: int, error: Exception) -> None:
 #
 # A controller that takes over computes by its own clock how long the run was uncontrolled, unless its clock is
 # behind its predecessor's. The store's modification times do not depend on either. Only times of one store are
-# compared, so its clock may be years off. The result is a lower bound: it never makes the run's time go back or
-# slower.
-
-JITTER_S = 60.0  # a gateway's first write may be this late, and a store's own servers differ
+# compared, so its clock may be years off. It never makes the run's time go back or slower.
 
 
 def seconds_since(store: Store, number: int) -> float:
@@ -272,25 +267,7 @@ def seconds_since(store: Store, number: int) -> float:
     now, then = _date(store, layout.CLOCK), _date(store, layout.journal_entry(number))
     if now is None or then is None:
         return 0.0
-    return max(0.0, math.floor((now - then).total_seconds() - _clock_jump_s(store)))
-
-
-def _clock_jump_s(store: Store) -> float:
-    """Return how far the store's clock was set ahead while the run's gateway, which counts its own seconds, lived.
-
-    0: not at all, or unknown without a gateway.
-    """
-    if (by := documents.newest_gateway(store)) is None:
-        return 0.0
-    unreadable = UnreadableDocuments()
-    address, status = documents.gateway(by).read(store, unreadable), documents.members(by).read(store, unreadable)
-    if address is None or status is None or address.boot_id != status.boot_id:
-        return 0.0
-    started_at, updated_at = _date(store, layout.gateway(by)), _date(store, layout.members(by))
-    if started_at is None or updated_at is None:
-        return 0.0
-    ahead_s = (updated_at - started_at).total_seconds() - status.up_s
-    return ahead_s if ahead_s > JITTER_S else 0.0
+    return max(0.0, math.floor((now - then).total_seconds()))
 
 
 def _date(store: Store, key: str) -> datetime | None:

@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from grpo_orch.checkpoint import journal
-from grpo_orch.checkpoint.journal import Fenced, Journal, seconds_since
-from grpo_orch.checkpoint.records import documents
-from grpo_orch.checkpoint.records.documents import GatewayAddress
+from grpo_orch.checkpoint.journal import Fenced, Journal
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import Corrupt, StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.model.events import BudgetSet, ControllerTookOver, RunCreated
-from grpo_orch.policies.serving.gateway_status import GatewayStatus
 
 
 def test_event_that_could_not_be_read_back_is_never_written(store: Store) -> None:
@@ -97,8 +94,6 @@ def test_a_controller_can_see_at_any_time_that_it_was_replaced(store: Store) -> 
 
 # How long nobody journalled anything, by the dates of files.
 
-GATEWAY = (0, 1, 1)
-
 
 class World:
     """A run's store in a folder, in which what is written can be dated."""
@@ -118,12 +113,6 @@ class World:
     def seconds_may_be(self, found_s: float, expected_s: float) -> bool:
         """Whether they are, for what is dated half a second more: the test itself takes time."""
         return expected_s <= found_s <= expected_s + 0.5 + time.time() - self.began_s
-
-    def gateway(self, began_ago_s: float, told_ago_s: float, up_s: float) -> None:
-        documents.gateway(GATEWAY).write(self.store, GatewayAddress("http://10.0.0.1:1", "boot"))
-        documents.members(GATEWAY).write(self.store, GatewayStatus("boot", None, [], up_s=up_s))
-        self.date(layout.gateway(GATEWAY), began_ago_s)
-        self.date(layout.members(GATEWAY), told_ago_s)
 
 
 @pytest.fixture
@@ -152,30 +141,3 @@ def test_entry_without_events_gives_no_time(world: World) -> None:
 def test_a_date_in_the_future_is_none_of_the_past(world: World) -> None:
     world.date(layout.journal_entry(2), -3600.0)
     assert taken_over(world).since_last_event_s == 0.0
-
-
-@pytest.mark.parametrize(
-    ("began_ago_s", "up_s", "since_s"),
-    [
-        (5000.5, 5000.0, 4000.0),  # it lived all the time
-        (5000.5, 4990.0, 4000.0),  # it told the store of its beginning some seconds late
-        (5000.5, 1400.0, 400.0),  # an hour of all that was none
-        (5000.5, 100.0, 0.0),
-        (4000.5, 5000.0, 4000.0),  # the store was away when it began
-    ],
-)
-def test_gateway_reports_how_far_store_clock_was_set_ahead(
-    world: World, began_ago_s: float, up_s: float, since_s: float
-) -> None:
-    world.gateway(began_ago_s, 0.5, up_s)
-    world.date(layout.journal_entry(2), 4000.5)
-    assert world.seconds_may_be(seconds_since(world.store, 2), since_s)
-
-
-def test_damaged_or_foreign_gateway_status_is_ignored(world: World) -> None:
-    world.date(layout.journal_entry(2), 4000.5)
-    world.gateway(5000.5, 0.5, 100.0)
-    documents.gateway(GATEWAY).write(world.store, GatewayAddress("http://10.0.0.1:1", "another boot"))
-    assert seconds_since(world.store, 2) >= 4000.0
-    world.store.put(layout.members(GATEWAY), b"{")
-    assert seconds_since(world.store, 2) >= 4000.0

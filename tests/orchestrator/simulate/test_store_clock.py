@@ -14,7 +14,6 @@ from grpo_orch.orchestrator.simulate.simulation import SimulatedDaemon, Simulati
 from grpo_orch.orchestrator.simulate.store import Trouble
 from grpo_orch.policies.fleet.budget import spent_usd
 from grpo_orch.policies.model.spec import Budget
-from grpo_orch.policies.model.vocabulary import Role
 from tests.stand_ins.world import spec
 
 CAP_USD, OUTAGE_S = 30.0, 2 * HOUR_S
@@ -57,19 +56,9 @@ def test_a_cap_holds_however_far_behind_the_next_host_is(skew_s: float) -> None:
     assert world.newest.controller.state.money.is_reached
 
 
-@pytest.mark.parametrize("set_by_s", [-YEAR_S, -HOUR_S, HOUR_S, 20 * HOUR_S, YEAR_S])
+@pytest.mark.parametrize("set_by_s", [-YEAR_S, -HOUR_S, 25 * HOUR_S, YEAR_S])
 def test_set_store_clock_counts_no_money_not_spent(set_by_s: float) -> None:
-    """A gateway that lived then knows how far it was set; and no host is a year behind."""
+    """Back, or ahead by more than a host can be behind."""
     world = run_without_a_daemon(0.0)
     world.store_ahead_s += set_by_s
-    world.objects.clear()
-    world.work.pass_time(0.0)  # gateways write as they did
-    assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
-
-
-def test_store_clock_set_by_days_without_gateway_counts_nothing() -> None:
-    world = run_without_a_daemon(0.0)
-    world.cloud.lose(world.cloud.of(Role.TRAINER)[0])
-    world.objects.folders.pop("gateways")
-    world.store_ahead_s += 25 * HOUR_S
     assert abs(counted_too_much_usd(world, successor(world))) < COARSE_USD
