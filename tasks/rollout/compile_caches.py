@@ -6,7 +6,7 @@ A cache is code, so it is used only if the run's secret vouches for it, for exac
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import io
 import json
 import os
@@ -20,14 +20,14 @@ import time
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import structlog
 import zstandard
 from blake3 import blake3
 
-from grpo_orch.checkpoint.security.vouched import MAC_BYTES, seal, unseal
+from grpo_orch.checkpoint.security.vouched import seal, unseal
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, StoreError
 from grpo_orch.checkpoint.store.run_store import Store
@@ -36,25 +36,20 @@ from grpo_orch.tasks.rollout.vllm.flags import base_config, uncompiled_env
 
 log = structlog.get_logger()
 
-# Compressed archives of a folder.
+# Compressed archives of a folder. They hold code and are authenticated, so their members are not checked.
 
-PACKED_BYTES_MAX = 256 << 20  # written in one request, and held in memory
-UNPACKED_BYTES_MAX = 1 << 30
+UNPACKED_BYTES_MAX = 1 << 30  # held in memory, and written in one request
 LEVEL = 3
 _TEMPORARY = (".lock", ".tmp")  # suffixes of locks and of unfinished files
 
 
-class TooLarge(Exception):
-    """The cache exceeds a size limit."""
-
-
 def pack(folder: Path) -> bytes:
-    """Archive the regular files below a folder, without locks and unfinished files. Raises TooLarge, OSError."""
+    """Archive the regular files below a folder, without locks and unfinished files. Raises OSError."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     files = [path for path in files if path.suffix not in _TEMPORARY]
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > UNPACKED_BYTES_MAX:
-        raise TooLarge(f"{size_bytes >> 20} MiB; the limit is {UNPACKED_BYTES_MAX >> 20} MiB")
+        raise OSError(errno.EFBIG, f"{size_bytes >> 20} MiB; the limit is {UNPACKED_BYTES_MAX >> 20} MiB")
     packed = io.BytesIO()
     with (
         zstandard.ZstdCompressor(LEVEL).stream_writer(packed, closefd=False) as out,
@@ -62,15 +57,13 @@ def pack(folder: Path) -> bytes:
     ):
         for path in files:
             tar.add(path, path.relative_to(folder).as_posix(), recursive=False)
-    if packed.tell() > PACKED_BYTES_MAX:
-        raise TooLarge(f"{packed.tell() >> 20} MiB packed; the limit is {PACKED_BYTES_MAX >> 20} MiB")
     return packed.getvalue()
 
 
 def unpack(packed: memoryview, folder: Path) -> None:
     """Extract an archive to a new folder atomically. Its parent folder must exist.
 
-    Raises Corrupt for an invalid archive, a path outside of the folder, or excessive size; OSError.
+    Raises Corrupt for an invalid archive; OSError.
     """
     part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))  # another engine may do the same
     try:
@@ -78,27 +71,12 @@ def unpack(packed: memoryview, folder: Path) -> None:
             zstandard.ZstdDecompressor().stream_reader(packed) as plain,
             tarfile.open(fileobj=plain, mode="r|") as tar,
         ):
-            _write(tar, part)
+            tar.extractall(part)
         part.rename(folder)
     except (tarfile.TarError, zstandard.ZstdError, EOFError, ValueError) as error:
         raise Corrupt(f"invalid archive: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _write(tar: tarfile.TarFile, folder: Path) -> None:
-    left_bytes = UNPACKED_BYTES_MAX
-    for member in tar:
-        name = PurePosixPath(member.name)
-        left_bytes -= member.size
-        if not member.isreg() or name.is_absolute() or ".." in name.parts or left_bytes < 0:
-            raise Corrupt(f"invalid archive member {member.name!r} of {member.size} bytes")
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        source = tar.extractfile(member)
-        assert source is not None
-        with path.open("wb") as out:
-            shutil.copyfileobj(source, out)
 
 
 # The key of a cache: machines with the same key may share it.
@@ -140,9 +118,9 @@ def environment() -> tuple[str, ...]:
     return (sys.version, sys.prefix, " ".join(platform.libc_ver()), *sorted(packages))
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor() -> str:
     """Return the processor's architecture and features: Inductor compiles C++ for the local processor."""
-    lines = cpuinfo.read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     sets = {line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))}
     features = sorted({feature for names in sets for feature in names.split()})
     return f"{platform.machine()} {' '.join(features)}"
@@ -165,7 +143,6 @@ def accelerator_models() -> str | None:
 
 FOLDERS = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 MODELS = "models"  # links to models' folders, next to the keys
-SERVED_S = 60.0  # of serving before a cache is stored: the first steps also compile, and take precedence
 
 
 class CompileCaches:
@@ -191,7 +168,6 @@ class CompileCaches:
         self.is_discarded = False  # vLLM failed with a restored cache
         self._store_key: str | None = None  # set while the cache is to be stored
         self._overwrites = False  # the stored cache is damaged, or vLLM failed with it
-        self._is_working = True
         self.restore_s = 0.0
 
     def restore(self, spec: RunSpec) -> RunSpec:
@@ -225,38 +201,25 @@ class CompileCaches:
         """Discard a restored cache because vLLM failed with it."""
         if self._folder is not None and self.is_restored:
             log.warning("compile_cache_discarded", folder=str(self._folder))
-            self.is_restored, self.is_discarded, self._is_working = False, True, False
+            self.is_restored, self.is_discarded = False, True
             self._store_key, self._overwrites = layout.compiled(self._folder.name), True
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def mark_working(self) -> None:
-        """Record that vLLM works with the current cache."""
-        self._is_working = True
-
-    async def store_after_serving(self, serving: asyncio.Event) -> None:
-        """Store the cache if no other node has, SERVED_S after each time that `serving` is set."""
-        while True:
-            await serving.wait()
-            serving.clear()
-            await asyncio.sleep(SERVED_S)
-            await asyncio.to_thread(self.store)
-            self._store_key = None  # do not retry after a failure
-
     def store(self) -> None:
-        """Store the cache, unless another node was first. Overwrites a stored cache that does not work."""
-        if self._folder is None or self._store_key is None or not self._is_working:
+        """Store the cache once, unless another node was first. Overwrites a stored cache that does not work."""
+        key, self._store_key = self._store_key, None
+        if self._folder is None or key is None:
             return
         try:
             packed = pack(self._folder)
             write = self._store.put if self._overwrites else self._store.create
-            write(self._store_key, seal(self._secret, self._store_key, packed))
+            write(key, seal(self._secret, key, packed))
         except AlreadyExists:  # by another node of this kind, or by this one if the response was lost
-            self._store_key = None
-        except (TooLarge, StoreError, OSError) as error:
+            return
+        except (StoreError, OSError) as error:
             log.warning("compile_cache_store_failed", reason=str(error))
         else:
-            log.info("compile_cache_stored", key=self._store_key, bytes=len(packed))
-            self._store_key = None
+            log.info("compile_cache_stored", key=key, bytes=len(packed))
 
     def _restore(self, config: dict[str, Any]) -> None:
         begun_s = time.monotonic()
@@ -280,18 +243,16 @@ class CompileCaches:
     def _fetch(self, key: str, folder: Path) -> None:
         """Fetch the stored cache. If there is none, plan to store this machine's. Raises StoreError, OSError."""
         store_key = layout.compiled(key)
-        sizes = {entry.key: entry.size_bytes for entry in self._store.entries(layout.COMPILED)}
-        if store_key not in sizes:
+        if store_key not in [entry.key for entry in self._store.entries(layout.COMPILED)]:
             self._store_key = store_key
             return
         if folder.exists():
             return
         try:
-            if sizes[store_key] > PACKED_BYTES_MAX + MAC_BYTES:
-                raise Corrupt(f"{store_key}: {sizes[store_key]} bytes")
-            unpack(unseal(self._secret, store_key, self._store.get_buffer(store_key)), folder)
+            sealed = self._store.get_buffer(store_key)
+            unpack(unseal(self._secret, store_key, sealed), folder)
         except Corrupt as error:
             log.warning("compile_cache_corrupt", reason=str(error))
             self._store_key, self._overwrites = store_key, True
         else:
-            log.info("compile_cache_restored", key=store_key, bytes=sizes[store_key])
+            log.info("compile_cache_restored", key=store_key, bytes=len(sealed))

