@@ -19,7 +19,7 @@ from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, EngineStats, PolicyRef
 from grpo_orch.tasks.machine.node_env import NodeEnv
-from grpo_orch.tasks.rollout.node_agent import Agent
+from grpo_orch.tasks.rollout.agent import Agent
 from grpo_orch.tasks.rollout.rollout_engine import RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm import server as vllm_server
 from grpo_orch.tasks.rollout.vllm.server import EngineLimits, Server

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_orch.checkpoint.store.errors import Corrupt
 from grpo_orch.policies.serving.fitness import TRIES, Fitness
-from grpo_orch.tasks.rollout.agent import lossy
+from grpo_orch.tasks.rollout.agent import LossyStream
 from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, ServerFailed
 from tests.rigs.rollout_machine import Boot, Machine
@@ -160,6 +160,6 @@ def test_a_log_on_a_full_disk_loses_lines_and_nothing_else() -> None:
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, "full")
 
-    log = lossy(Full())
+    log = LossyStream(Full())
     log.write("a line\n")
     log.flush()
