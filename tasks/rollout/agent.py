@@ -99,7 +99,7 @@ class Agent:
             RolloutEngine(
                 EngineSlot(replace(env, node=member), gpus, len(shares)),
                 http,
-                gateway.for_member(member),
+                gateway,
                 self.files,
                 self._folders,
                 self._want,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -26,35 +24,24 @@ class GatewayUnreachable(Exception):
     """The gateway did not answer, or its answer was invalid; try again."""
 
 
-@dataclass(slots=True)
-class _GatewayUrl:
-    url: str | None = None
-
-
 class GatewayLink:
     """A machine's client of the gateway. It reads the gateway's address from the store, again after a failure."""
 
     def __init__(self, store: Store, env: NodeEnv, http: aiohttp.ClientSession) -> None:
         self._store = store
-        self._node = env.node
+        self._machine = machine_of(env.node)
         self._headers = {"Authorization": f"Bearer {env.token}"}
         self._http = http
-        self._gateway = _GatewayUrl()
+        self._url: str | None = None
         self._superseded: set[asyncio.Task[AnnounceReply]] = set()
 
-    def for_member(self, member: str) -> GatewayLink:
-        """Return the client of one engine. All clients of a machine share the gateway's URL."""
-        other = copy.copy(self)
-        other._node, other._superseded = member, set()
-        return other
-
-    async def announce(self, announcement: Announce, changed: asyncio.Event) -> AnnounceReply | None:
+    async def announce(self, member: str, announcement: Announce, changed: asyncio.Event) -> AnnounceReply | None:
         """Return the gateway's reply, or None if `changed` is set first. Raises GatewayUnreachable.
 
         A superseded announcement is not cancelled, since that would end the membership: the gateway answers it
         when the next one arrives.
         """
-        request = asyncio.ensure_future(self._announce(announcement))
+        request = asyncio.ensure_future(self._announce(member, announcement))
         change = asyncio.ensure_future(changed.wait())
         try:
             await asyncio.wait({request, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,30 +59,30 @@ class GatewayLink:
     async def report_stage(self, stage: Stage) -> PolicyRef | None:
         """Report a joining machine's progress. Returns the wanted policy, if any. Raises GatewayUnreachable."""
         body = msgspec.json.encode(stage)
-        path = f"{JOINING}/{machine_of(self._node)}"
+        path = f"{JOINING}/{self._machine}"
         return _reply(await self._request("POST", path, timeout_s=ANSWER_S, body=body)).policy
 
-    async def drain(self) -> None:
+    async def drain(self, member: str) -> None:
         """Request the gateway to send no more requests. Raises GatewayUnreachable."""
-        await self._request("POST", f"/members/{self._node}/drain", timeout_s=ANSWER_S)
+        await self._request("POST", f"/members/{member}/drain", timeout_s=ANSWER_S)
 
-    async def leave(self, boot_id: str) -> None:
+    async def leave(self, member: str, boot_id: str) -> None:
         """Report the end of this boot. If that fails, the gateway detects it later."""
         try:
-            await self._request("DELETE", f"/members/{self._node}?boot={boot_id}", timeout_s=LEAVE_S)
+            await self._request("DELETE", f"/members/{member}?boot={boot_id}", timeout_s=LEAVE_S)
         except GatewayUnreachable:
             return
 
-    async def _announce(self, announcement: Announce) -> AnnounceReply:
+    async def _announce(self, member: str, announcement: Announce) -> AnnounceReply:
         body = msgspec.json.encode(announcement)
-        path = f"/members/{self._node}"
+        path = f"/members/{member}"
         return _reply(await self._request("POST", path, timeout_s=HOLD_S + ANSWER_S, body=body))
 
     async def _request(self, method: str, path: str, *, timeout_s: float, body: bytes | None = None) -> bytes:
-        url = self._gateway.url
+        url = self._url
         if url is None:
             try:
-                url = self._gateway.url = await asyncio.to_thread(documents.gateway_url, self._store)
+                url = self._url = await asyncio.to_thread(documents.gateway_url, self._store)
             except StoreError as error:
                 raise GatewayUnreachable(str(error)) from error
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -108,7 +95,7 @@ class GatewayLink:
                     raise GatewayUnreachable(f"{url} answered {answer.status} {content[:200]!r}")
                 return content
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            self._gateway.url = None
+            self._url = None
             raise GatewayUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
 
     def _forget(self, task: asyncio.Task[AnnounceReply]) -> None:

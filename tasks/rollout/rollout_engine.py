@@ -130,7 +130,7 @@ class RolloutEngine:
                 group.create_task(self._poll_stats())
         finally:
             if self.server is not None:
-                await self._gateway.leave(self.server.boot_id)
+                await self._gateway.leave(self.name, self.server.boot_id)
                 await self.server.stop()
 
     def leave(self) -> None:
@@ -170,7 +170,7 @@ class RolloutEngine:
             failure = self._describe_failure(server)
             self.server = self.policy = None
             self._changed.set()
-            await self._gateway.leave(server.boot_id)
+            await self._gateway.leave(self.name, server.boot_id)
             await server.stop()
             ends, failures = ends + 1, failures + 1 if failure else 0
             self.may_be_bare &= self._had_policy  # else the next start gets all that it may need
@@ -219,8 +219,8 @@ class RolloutEngine:
             announcement = self._announcement(self.server)
             try:
                 if self._is_leaving:
-                    await self._gateway.drain()
-                reply = await self._gateway.announce(announcement, self._changed)
+                    await self._gateway.drain(self.name)
+                reply = await self._gateway.announce(self.name, announcement, self._changed)
             except GatewayUnreachable as error:
                 log.warning("gateway_unreachable", engine=self.name, reason=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -229,7 +229,7 @@ class RolloutEngine:
                 continue
             if reply.drain and self.server is not None and announcement.boot_id == self.server.boot_id:
                 log.info("left_gateway", engine=self.name, boot_id=announcement.boot_id)
-                await self._gateway.leave(announcement.boot_id)
+                await self._gateway.leave(self.name, announcement.boot_id)
                 return
             self._on_wanted(reply.policy)
 

@@ -138,7 +138,7 @@ class Machine:
         make_base(self.workdir)
         self.wanted = wanted
         env = NodeEnv(self.store.url, NODE, "token", 1, 0, str(self.workdir), "127.0.0.1")
-        gateway, http = cast("Any", Gateway(self, NODE)), cast("Any", None)
+        gateway, http = cast("Any", Gateway(self)), cast("Any", None)
         self.agent = Agent(env, self.spec, self.store, http, shares, gateway, self.timing)
         for engine in self.agent.engines:
             engine.may_be_bare = bare
@@ -183,17 +183,14 @@ class Machine:
 
 
 class Gateway:
-    """Stands in for the gateway, towards one engine."""
+    """Stands in for the gateway, towards the machine's engines."""
 
-    def __init__(self, machine: Machine, member: str) -> None:
-        self.machine, self.member = machine, member
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
-    def for_member(self, member: str) -> Gateway:
-        return Gateway(self.machine, member)
-
-    async def announce(self, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
+    async def announce(self, member: str, said: Announce, _changed: asyncio.Event) -> AnnounceReply:
         self.machine.said.append(said)
-        self.machine.members[self.member] = said
+        self.machine.members[member] = said
         self.machine.heard.set()
         await asyncio.sleep(0.01)
         return AnnounceReply(drain=True) if said.draining else AnnounceReply(self.machine.wanted)
@@ -202,12 +199,12 @@ class Gateway:
         self.machine.stages.append(stage)
         return self.machine.wanted
 
-    async def drain(self) -> None:
+    async def drain(self, _member: str) -> None:
         pass
 
-    async def leave(self, _boot_id: str) -> None:
-        self.machine.left.append(self.member)
-        self.machine.members.pop(self.member, None)
+    async def leave(self, member: str, _boot_id: str) -> None:
+        self.machine.left.append(member)
+        self.machine.members.pop(member, None)
 
 
 @pytest.fixture

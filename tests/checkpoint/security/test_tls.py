@@ -149,7 +149,7 @@ def ask_as_a_node(port: int, folder: Path) -> None:
         async with aiohttp.ClientSession(connector=tls) as http:
             said = Announce("boot", f"{HOST}:1", None, 1)
             with pytest.raises(GatewayUnreachable):
-                await GatewayLink(store, env, http).announce(said, asyncio.Event())
+                await GatewayLink(store, env, http).announce("rollout-0", said, asyncio.Event())
 
     asyncio.run(announce())
 
