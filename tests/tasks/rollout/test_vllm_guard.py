@@ -13,8 +13,7 @@ import pytest
 
 from grpo_orch.policies.serving.canary import Canary, token_ids_for
 from grpo_orch.policies.serving.wire import HEADER_BOOT, HEADER_POLICY, MODEL, EngineStats, LoadPolicy, ProvePolicy
-from grpo_orch.tasks.rollout.vllm.asgi import Message
-from grpo_orch.tasks.rollout.vllm.guard import Guard, change_adapter, drop_adapter
+from grpo_orch.tasks.rollout.vllm.guard import Guard, Message, change_adapter, drop_adapter
 from grpo_orch.tasks.rollout.vllm.server import read_metrics
 
 TEXT = token_ids_for(500)
