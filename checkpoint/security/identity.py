@@ -54,12 +54,9 @@ def server_context(secret: str) -> ssl.SSLContext:
     return context
 
 
-def client_context(secret: str, not_after: datetime = NOT_AFTER) -> ssl.SSLContext:
-    """Return the context of a client that accepts only servers that know the secret.
-
-    Its certificate expires at `not_after`.
-    """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, secret, not_after)
+def client_context(secret: str) -> ssl.SSLContext:
+    """Return the context of a client that accepts only servers that know the secret."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, secret)
 
 
 def write_pem(secret: str, path: Path) -> None:
@@ -69,27 +66,27 @@ def write_pem(secret: str, path: Path) -> None:
         out.write(_pem(secret))
 
 
-def _context(protocol: int, secret: str, not_after: datetime = NOT_AFTER) -> ssl.SSLContext:
+def _context(protocol: int, secret: str) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     with os.fdopen(os.memfd_create("identity"), "wb", buffering=0) as memory:  # ssl reads keys only from files
-        memory.write(_pem(secret, not_after))
+        memory.write(_pem(secret))
         path = f"/proc/self/fd/{memory.fileno()}"
         context.load_cert_chain(path)
         context.load_verify_locations(path)
     return context
 
 
-def _pem(secret: str, not_after: datetime = NOT_AFTER) -> bytes:
+def _pem(secret: str) -> bytes:
     seed = HKDF(SHA256(), length=32, salt=None, info=_KEY_INFO).derive(secret.encode())
     key = Ed25519PrivateKey.from_private_bytes(seed)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return private + _certificate(key, not_after).public_bytes(Encoding.PEM)
+    return private + _certificate(key).public_bytes(Encoding.PEM)
 
 
-def _certificate(key: Ed25519PrivateKey, not_after: datetime) -> x509.Certificate:
+def _certificate(key: Ed25519PrivateKey) -> x509.Certificate:
     """Return the self-signed certificate. Ed25519 signatures are deterministic."""
     public, name = key.public_key(), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     usage = x509.KeyUsage(
@@ -105,7 +102,7 @@ def _certificate(key: Ed25519PrivateKey, not_after: datetime) -> x509.Certificat
     )
     both_ways = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = (
-        x509.CertificateBuilder(name, name, public, 1, _NOT_BEFORE, not_after)
+        x509.CertificateBuilder(name, name, public, 1, _NOT_BEFORE, NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(both_ways, critical=False)

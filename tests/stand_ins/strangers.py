@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from datetime import UTC, datetime
+from unittest.mock import patch
 
 from grpo_orch.checkpoint.security import identity
 from tests.budget import HANG_S
@@ -28,7 +29,8 @@ def strangers(secret: str) -> dict[str, ssl.SSLContext | None]:
 
 
 def _expired(secret: str) -> ssl.SSLContext:
-    return identity.client_context(secret, not_after=datetime(2001, 1, 1, tzinfo=UTC))
+    with patch.object(identity, "NOT_AFTER", datetime(2001, 1, 1, tzinfo=UTC)):
+        return identity.client_context(secret)
 
 
 def knock(host: str, port: int, token: str, tls: ssl.SSLContext | None) -> bytes:
