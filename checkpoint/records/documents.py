@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import check_schema, from_json, to_json
-from grpo_orch.checkpoint.store.document import Document, OptionalDocument, UnreadableDocuments
+from grpo_orch.checkpoint.store.document import Document, UnreadableDocuments
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.policies.control.rollback import RUN_START
@@ -159,31 +159,31 @@ def decode_run(store: Store, data: bytes) -> RunRecord:
     return record
 
 
-LEASE = OptionalDocument(layout.LEASE, Lease)
+LEASE = Document(layout.LEASE, Lease)
 CONTROLLERS_BEFORE = Document(layout.CONTROLLERS_BEFORE, ControllersBefore)  # absent until the first is terminated
 CONTROLLER = Document(layout.CONTROLLER, ControllerMachine)  # absent if the daemon runs on the user's machine
-PLAN = OptionalDocument(layout.PLAN, Explanation)
-NOTIFIED = OptionalDocument(layout.NOTIFIED, Notified)
+PLAN = Document(layout.PLAN, Explanation)
+NOTIFIED = Document(layout.NOTIFIED, Notified)
 SECRET_MARK = Document(layout.SECRET, SecretMark)
-TRAINER = OptionalDocument(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # raises for an invalid node
+TRAINER = Document(layout.TRAINER, Trainer, lambda beat, _: beat.precedence)  # raises for an invalid node
 
 
-def machine(node: str) -> OptionalDocument[MachineReport]:
+def machine(node: str) -> Document[MachineReport]:
     """Return the document with the report of a machine."""
-    return OptionalDocument(layout.machine(node), MachineReport, _check_machine)
+    return Document(layout.machine(node), MachineReport, _check_machine)
 
 
-def gateway(by: Precedence) -> OptionalDocument[GatewayAddress]:
+def gateway(by: Precedence) -> Document[GatewayAddress]:
     """Return the document with the address of the gateway next to the trainer of that precedence."""
-    return OptionalDocument(layout.gateway(by), GatewayAddress)
+    return Document(layout.gateway(by), GatewayAddress)
 
 
-def members(by: Precedence) -> OptionalDocument[GatewayStatus]:
+def members(by: Precedence) -> Document[GatewayStatus]:
     """Return the document with the status that this gateway reports of the rollout nodes."""
-    return OptionalDocument(layout.members(by), GatewayStatus, _check_members)
+    return Document(layout.members(by), GatewayStatus, _check_members)
 
 
-def command(command_id: str) -> OptionalDocument[Command]:
+def command(command_id: str) -> Document[Command]:
     """Return the document of a pending command."""
     return _command_at(layout.command(command_id))
 
@@ -254,8 +254,8 @@ def set_aside(store: Store, key: str) -> None:
         store.delete([key])
 
 
-def _command_at(key: str) -> OptionalDocument[Command]:
-    return OptionalDocument(key, Command, _check_command)
+def _command_at(key: str) -> Document[Command]:
+    return Document(key, Command, _check_command)
 
 
 def _check_command(command: Command, key: str) -> None:

@@ -56,27 +56,20 @@ class Document(Generic[T]):
     def write(self, store: Store, value: T) -> None:
         store.put(self.key, to_json(value))
 
-    def read(self, store: Store) -> T | None:
-        """Return the value, or None if the object does not exist. Raises Corrupt."""
-        data = store.get_or_none(self.key)
-        return None if data is None else from_json(data, self.cls, self.key, self.check)
-
-    def drop(self, store: Store) -> None:
-        store.delete([self.key])
-
-
-class OptionalDocument(Document[T]):
-    """A document that control does not depend on. With `unreadable`, a damaged one counts as absent."""
-
     def read(self, store: Store, unreadable: UnreadableDocuments | None = None) -> T | None:
         """Return the value, or None if the object does not exist.
 
-        A damaged object is noted in `unreadable`; without `unreadable`, raises Corrupt.
+        A damaged object, if control does not depend on it, is noted in `unreadable`; without `unreadable`, raises
+        Corrupt.
         """
+        data = store.get_or_none(self.key)
         try:
-            return super().read(store)
+            return None if data is None else from_json(data, self.cls, self.key, self.check)
         except Corrupt as error:
             if unreadable is None:
                 raise
             unreadable.note(self.key, error)
             return None
+
+    def drop(self, store: Store) -> None:
+        store.delete([self.key])
