@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import structlog
 
 from grpo_orch.checkpoint.store import layout
@@ -27,7 +26,7 @@ from grpo_orch.policies.weights.adapters import (
     engine_rank,
 )
 from grpo_orch.policies.weights.tensors import HEAD, Tensor, mismatch
-from grpo_orch.tasks.machine.base_model import identity_of, layout_of, tensors_in, tensors_of
+from grpo_orch.tasks.machine.base_model import identity_of, tensors_in, tensors_of
 from grpo_orch.tasks.rollout.vllm.flags import (
     base_config,
     base_folder,
@@ -39,84 +38,16 @@ from grpo_orch.tasks.rollout.vllm.server import PolicyRefused
 
 log = structlog.get_logger()
 
-# Adapters are small enough to read completely.
-
-# By safetensors type: the integer type of the same size, and the exponent bits, all set in infinity and NaN.
-EXPONENTS = {
-    "F64": (np.uint64, 0x7FF0 << 48),
-    "F32": (np.uint32, 0x7F80 << 16),
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-}
-
-
-class AdapterCheck:
-    """Compares adapters with the run's base model."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-        self._identity: str | None = None  # of the base model; read at the first use
-
-    def mismatch(self, folder: Path, base: Mapping[str, Tensor]) -> str:
-        """Explain in one line why the files in `folder` are not an adapter for the base model; empty if they are.
-
-        Args:
-            base: the base model's tensors; empty if unknown.
-
-        Raises OSError, ValueError for unreadable files.
-        """
-        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, ADAPTER_BASE):
-            if not (folder / name).is_file():
-                return f"not an adapter, which this run's nodes require: {name} is missing"
-        config = _json_in(folder / ADAPTER_CONFIG)
-        path = folder / ADAPTER_WEIGHTS
-        theirs, ours = str(_json_in(folder / ADAPTER_BASE).get("identity", "")), self._base_identity()
-        if theirs and ours and theirs != ours:
-            return f"the adapter is for another base model, {theirs}; this node has {ours}"
-        rank = engine_rank(self._spec.trainer.peft or {})
-        if reason := adapter_mismatch(tensors_of(path), config, base, rank):
-            return reason
-        return next((f"{name} contains infinity or NaN" for name in not_finite(path)), "")
-
-    def _base_identity(self) -> str:
-        """Return the base model's identity; empty without its files."""
-        if self._identity is None:
-            folder = base_folder(self._spec)
-            try:
-                self._identity = "" if folder is None else identity_of(folder)
-            except (OSError, ValueError) as error:
-                log.warning("base_model_unreadable", folder=str(folder), reason=str(error))
-                self._identity = ""
-        return self._identity
-
-
-def not_finite(path: Path) -> list[str]:
-    """Return the tensors of a safetensors file that contain infinity or NaN. Raises OSError, ValueError."""
-    tensors, content = layout_of(path), path.read_bytes()
-    names = []
-    for name, tensor in sorted(tensors.items()):
-        kind, exponent = EXPONENTS[tensor.dtype]
-        numbers = np.frombuffer(content[tensor.begin : tensor.begin + tensor.size_bytes], kind)
-        if np.any((numbers & kind(exponent)) == kind(exponent)):
-            names.append(name)
-    return names
-
-
-def _json_in(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_bytes())
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not a mapping")  # noqa: TRY004  # a damaged file, not a wrong argument
-    return content
-
 
 class PolicyCheck:
     """Compares policies with the run's base model, by the headers of its files on this machine or on the hub."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._adapters: AdapterCheck | None = None  # for a run with adapters, from the first use
-        self._base: dict[str, Tensor] | None = None  # read at the first use
+        self._base: dict[str, Tensor] | None = None  # read at the first use, as all below
         self._is_tied = False
+        self._takes_adapters = False
+        self._identity = ""  # of the base model, in a run with adapters
         self._lock = threading.Lock()  # engines of a machine call concurrently
 
     def covers_engine(self) -> bool:
@@ -142,10 +73,10 @@ class PolicyCheck:
         canary, base = canary_in(folder), self._base_tensors()
         unused = canary.unused if canary is not None and not bare else []
         try:
-            if self._adapters is None:
-                reason = mismatch(tensors_in(folder), base, tied=self._is_tied, unused=unused)
+            if self._takes_adapters:
+                reason = self._adapter_mismatch(folder, base)
             else:
-                reason = self._adapters.mismatch(folder, base)
+                reason = mismatch(tensors_in(folder), base, tied=self._is_tied, unused=unused)
         except (OSError, ValueError) as error:
             raise PolicyRefused(f"unreadable files: {error}", touched=False) from error
         if reason:
@@ -155,9 +86,37 @@ class PolicyCheck:
     def _base_tensors(self) -> dict[str, Tensor]:
         with self._lock:
             if self._base is None:
-                self._adapters = AdapterCheck(self._spec) if takes_adapters(self._spec) else None
+                self._takes_adapters = takes_adapters(self._spec)
+                self._identity = self._read_identity() if self._takes_adapters else ""
                 self._base, self._is_tied = self._read_base()
             return self._base
+
+    def _adapter_mismatch(self, folder: Path, base: Mapping[str, Tensor]) -> str:
+        """Explain in one line why the files in `folder` are not an adapter for the base model; empty if they are.
+
+        Args:
+            base: the base model's tensors; empty if unknown.
+
+        Raises OSError, ValueError for unreadable files.
+        """
+        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG, ADAPTER_BASE):
+            if not (folder / name).is_file():
+                return f"not an adapter, which this run's nodes require: {name} is missing"
+        config = _json_in(folder / ADAPTER_CONFIG)
+        theirs, ours = str(_json_in(folder / ADAPTER_BASE).get("identity", "")), self._identity
+        if theirs and ours and theirs != ours:
+            return f"the adapter is for another base model, {theirs}; this node has {ours}"
+        rank = engine_rank(self._spec.trainer.peft or {})
+        return adapter_mismatch(tensors_of(folder / ADAPTER_WEIGHTS), config, base, rank)
+
+    def _read_identity(self) -> str:
+        """Return the base model's identity; empty without its files."""
+        folder = base_folder(self._spec)
+        try:
+            return "" if folder is None else identity_of(folder)
+        except (OSError, ValueError) as error:
+            log.warning("base_model_unreadable", folder=str(folder), reason=str(error))
+            return ""
 
     def _read_base(self) -> tuple[dict[str, Tensor], bool]:
         """Return the base model's tensors, empty without its files, and whether its head is tied."""
@@ -175,6 +134,13 @@ class PolicyCheck:
             hint="the base model has no safetensors files here or on the hub; only the canary checks policies",
         )
         return {}, False
+
+
+def _json_in(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not a mapping")  # noqa: TRY004  # a damaged file, not a wrong argument
+    return content
 
 
 def canary_in(folder: Path) -> Canary | None:

@@ -21,10 +21,7 @@ from grpo_orch.tasks.storing.publish import AdapterPublisher
 from grpo_orch.tasks.storing.step_costs import StepCosts
 from grpo_orch.tasks.trl.canary import canary_of
 from grpo_orch.tasks.trl.weights import adapter_tensors
-from tests.node.rollout.engines import (
-    Node,
-    make_model,
-)
+from tests.node.rollout.engines import Node, make_model
 from tests.stand_ins.catalog_rig import fetch
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # vLLM holds q, k, v as one, and gate with up
@@ -135,6 +132,16 @@ def test_adapter_computed_otherwise_is_refused_without_restart(node: Node, train
     serve(node, (first, there))
     assert greedy_of(node, first) == trainer.greedy(first)
     assert node.server.boot_id == boot_id
+
+
+def test_adapter_of_nan_is_refused_without_restart(node: Node, trainer: Trainer) -> None:
+    label, folder = trainer.publish(11)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: one * torch.nan for name, one in load_file(path).items()}, path)
+    with pytest.raises(PolicyRefused, match="the engine failed to compute the canary") as caught:
+        node.load(label, folder, canary_of(trainer.models[label], "no"))
+    assert not caught.value.touched
+    serve(node, trainer.publish(12))
 
 
 def test_a_layer_that_the_engine_does_not_adapt_is_named(node: Node, trainer: Trainer) -> None:
