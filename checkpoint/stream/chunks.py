@@ -81,7 +81,7 @@ def same(file: File, path: Path) -> bool:
     """Whether a local file has the size and content of `file`."""
     if not path.is_file() or path.stat().st_size != file.size_bytes:
         return False
-    for offset, chunk in zip(offsets(file.size_bytes), file.chunks, strict=True):
+    for chunk, offset, _ in places(file):
         with window(path, offset) as content:
             if not matches(content, chunk):
                 return False
@@ -128,6 +128,12 @@ def window(path: Path, offset: int) -> Iterator[memoryview]:
 def offsets(size_bytes: int) -> range:
     """Return the offsets of the chunks of a file of that size."""
     return range(0, size_bytes, CHUNK_BYTES)
+
+
+def places(file: File) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each chunk of a file, its offset and its size in bytes."""
+    for name, offset in zip(file.chunks, offsets(file.size_bytes), strict=True):
+        yield name, offset, min(CHUNK_BYTES, file.size_bytes - offset)
 
 
 def all_or_first_error(transfers: Sequence[Future[Any]], pool: ThreadPoolExecutor) -> None:

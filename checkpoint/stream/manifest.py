@@ -207,15 +207,13 @@ class _WantedChunk:
 def _wanted_chunks(root: str, file: File, folder: Path) -> Iterator[_WantedChunk]:
     """Set the file's size and yield its chunks. Raises Corrupt, OSError."""
     path = _path_below(folder, file.name, root)
-    offsets = chunks.offsets(file.size_bytes)
-    if file.size_bytes < 0 or len(offsets) != len(file.chunks):
+    if file.size_bytes < 0 or len(chunks.offsets(file.size_bytes)) != len(file.chunks):
         raise Corrupt(f"{root}: {file.name} has {file.size_bytes} bytes in {len(file.chunks)} chunks")
     path.parent.mkdir(parents=True, exist_ok=True)
     may_exist = path.exists()
     with path.open("ab") as out:
         out.truncate(file.size_bytes)
-    for offset, name in zip(offsets, file.chunks, strict=True):
-        size_bytes = min(chunks.CHUNK_BYTES, file.size_bytes - offset)
+    for name, offset, size_bytes in chunks.places(file):
         yield _WantedChunk(name, path, offset, size_bytes, may_exist)
 
 

@@ -20,7 +20,6 @@ from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.checkpoint.stream import chunks
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
-from grpo_orch.checkpoint.stream.chunks import File
 from grpo_orch.checkpoint.stream.transfer import read_manifest
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 
@@ -49,8 +48,6 @@ class Upkeep:
     def __init__(self, store: Store, catalog: Catalog) -> None:
         self._store = store
         self._catalog = catalog
-        self._names: frozenset[str] = frozenset()  # of this machine's files
-        self._files: dict[str, list[File]] = {}  # these files by manifest; manifests never change
         self._turn = 0
 
     def repair(self, now_s: float, frozen: Mapping[str, str]) -> list[str]:
@@ -77,26 +74,18 @@ class Upkeep:
 
     def _sources(self, revision: Revision, frozen: Mapping[str, str]) -> dict[str, _Source]:
         """Return the chunks of listed checkpoints that this machine has, by name."""
-        known = self._files if frozen.keys() == self._names else {}
-        self._files, self._names = {}, frozenset(frozen)
-        shared = {_identity(file): file for files in known.values() for file in files}
-        for checkpoint in revision.checkpoints:
-            if checkpoint.manifest in known:
-                self._files[checkpoint.manifest] = known[checkpoint.manifest]
-                continue
+        sources = dict[str, _Source]()
+        for checkpoint in revision.checkpoints if frozen else ():
             try:
-                files = [file for file in read_manifest(self._store, checkpoint).files if file.name in frozen]
+                files = read_manifest(self._store, checkpoint).files
             except (NotFound, Corrupt) as error:  # retired at this moment, or damaged: its chunks are unknown
                 log.warning("checkpoint_unreadable", checkpoint=checkpoint.version, error=str(error))
                 continue
-            # A thousand checkpoints may name the same thousands of chunks: keep a single copy.
-            self._files[checkpoint.manifest] = [shared.setdefault(_identity(file), file) for file in files]
-        distinct = {id(file): file for files in self._files.values() for file in files}
-        return {
-            chunk: _Source(Path(frozen[file.name]), offset, min(chunks.CHUNK_BYTES, file.size_bytes - offset))
-            for file in distinct.values()
-            for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True)
-        }
+            for file in files:
+                if file.name in frozen:
+                    path = Path(frozen[file.name])
+                    sources |= {name: _Source(path, at, size) for name, at, size in chunks.places(file)}
+        return sources
 
     def _damaged(self, revision: Revision, sources: Mapping[str, _Source]) -> list[str]:
         stored = {entry.key: entry.size_bytes for entry in self._store.entries(layout.BLOBS)}
@@ -121,10 +110,6 @@ class Upkeep:
         return False
 
 
-def _identity(file: File) -> tuple[str, ...]:
-    return (file.name, *file.chunks)
-
-
 def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
     """Return a line for each object that is missing or of a wrong size, by version; [] for complete checkpoints.
 
@@ -141,8 +126,8 @@ def _missing_of(store: Store, checkpoint: Checkpoint, stored: Mapping[str, int])
         yield str(error)
         return
     for file in manifest.files:
-        for offset, chunk in zip(chunks.offsets(file.size_bytes), file.chunks, strict=True):
-            key, expected_bytes = f"{manifest.root}/{chunk}", min(chunks.CHUNK_BYTES, file.size_bytes - offset)
+        for chunk, _, expected_bytes in chunks.places(file):
+            key = f"{manifest.root}/{chunk}"
             if (size_bytes := stored.get(key)) is None:
                 yield f"{key} of {file.name} is missing"
             elif size_bytes != expected_bytes:

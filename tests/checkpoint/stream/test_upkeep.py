@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.backends import Entry
-from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.errors import NoIntactCheckpoint, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import transfer, upkeep
-from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
-from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES, File
-from grpo_orch.checkpoint.stream.manifest import SCHEMA, Manifest
+from grpo_orch.checkpoint.stream.catalog import Catalog
+from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES
 from grpo_orch.checkpoint.stream.spool import Seal, Spool
 from grpo_orch.checkpoint.stream.uploader import Uploader
 from grpo_orch.policies.model.timelines import Fork, lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.storing.restoring import restore_newest
-from tests.stand_ins.catalog_rig import DictStore, digest
 
 SHARED = "base_model/model.safetensors"
 
@@ -117,35 +110,6 @@ def test_changed_source_is_not_stored(machine: Machine, now: str) -> None:
     assert upkeep.Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == []
     with pytest.raises(NotFound):
         machine.store.get(lost)
-
-
-def test_chunks_shared_by_checkpoints_are_remembered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
-    names = [f"{number:064x}.0" for number in range(500)]
-
-    class Stored(DictStore):
-        def entries(self, prefix: str, *, after: str | None = None) -> list[Entry]:
-            if prefix != layout.BLOBS:
-                return super().entries(prefix, after=after)
-            return [Entry(f"{prefix}/{name}", CHUNK_BYTES, datetime.now(UTC)) for name in names]
-
-    store = Stored()
-    catalog = Catalog(store, "test")
-    listed = []
-    for step in range(1, 101):
-        base = File(SHARED, 500 * CHUNK_BYTES, "digest", names)
-        key = layout.checkpoint(PolicyVersion(0, step), "0" * 8)
-        store.put(key, to_json(Manifest(SCHEMA, f"0-{step}", 1.0, layout.BLOBS, [base])))
-        listed.append(Checkpoint(f"0-{step}", key, digest(store.get(key)), 1.0, 1))
-    catalog.change(1.0, lambda present: replace(present, checkpoints=listed))
-    kept = upkeep.Upkeep(store, catalog)
-    tracemalloc.start()
-    try:
-        assert kept.repair(1.0, {SHARED: "/models/base/model.safetensors"}) == []
-        held_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held_bytes < 4 << 20, "each has 500 names of 120 bytes, and their places"
 
 
 def test_listing_reports_missing_chunks_of_checkpoints(machine: Machine) -> None:
