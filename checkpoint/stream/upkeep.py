@@ -9,7 +9,7 @@ GB in 500 checks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,30 +108,6 @@ class Upkeep:
                     return True
         log.warning("source_changed", file=str(source.path), chunk=name)
         return False
-
-
-def missing_objects(store: Store, listed: Sequence[Checkpoint]) -> dict[str, list[str]]:
-    """Return a line for each object that is missing or of a wrong size, by version; [] for complete checkpoints.
-
-    Reads no chunk: only `transfer.verify` finds wrong bytes. Raises StoreError.
-    """
-    stored = {entry.key: entry.size_bytes for entry in store.entries(layout.BLOBS)}
-    return {checkpoint.version: list(_missing_of(store, checkpoint, stored)) for checkpoint in listed}
-
-
-def _missing_of(store: Store, checkpoint: Checkpoint, stored: Mapping[str, int]) -> Iterator[str]:
-    try:
-        manifest = read_manifest(store, checkpoint)
-    except (NotFound, Corrupt) as error:
-        yield str(error)
-        return
-    for file in manifest.files:
-        for chunk, _, expected_bytes in chunks.places(file):
-            key = f"{manifest.root}/{chunk}"
-            if (size_bytes := stored.get(key)) is None:
-                yield f"{key} of {file.name} is missing"
-            elif size_bytes != expected_bytes:
-                yield f"{key} of {file.name} has {size_bytes} bytes, not {expected_bytes}"
 
 
 # Deletes unneeded objects in three steps; a crash between them is harmless.

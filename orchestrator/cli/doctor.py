@@ -17,8 +17,6 @@ from grpo_orch.checkpoint.store.backends.aws import BucketRules, rules_of
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.probe import probe
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.checkpoint.stream.upkeep import missing_objects
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json
 from grpo_orch.orchestrator.cli.target import open_store
 from grpo_orch.orchestrator.clouds.local import node_python
@@ -230,13 +228,12 @@ HELP = {
 
 
 def examine_store(storage: Storage) -> Iterator[Finding]:
-    """Test the store with real requests, and check the run that it may hold."""
+    """Test the store with real requests."""
     try:
         store = open_store(storage)
         yield _probe(store)
         yield from temporary_credentials(store)
         yield from lifecycle(store)
-        yield from _checkpoints(store)
     except StoreError as error:
         yield Finding("store", False, True, str(error))
 
@@ -307,18 +304,3 @@ def _harmful_rules(rules: BucketRules, bucket: str) -> Iterator[str]:
 def _at_rest(days: int) -> str:
     stored_tb = DELETED_TB_PER_DAY * days
     return f"{EXAMPLE} that is {stored_tb:.0f} TB at rest, {stored_tb * 1000 * USD_PER_GB_MONTH:,.0f} $ a month"
-
-
-def _checkpoints(store: Store) -> Iterator[Finding]:
-    """Check that no object of a checkpoint is missing, from a listing alone. Raises StoreError."""
-    listed = Catalog(store, "doctor").newest().checkpoints
-    found = missing_objects(store, listed)
-    damaged = [version for version, lines in found.items() if lines]
-    if damaged:
-        newest = f"{damaged[-1]}: {found[damaged[-1]][0]}"
-        problem = f"damaged: {', '.join(damaged)}; in {newest}; see `grpo-orch checkpoints verify`"
-        # A restart uses the newest intact checkpoint, and fails without one.
-        yield Finding("checkpoints", False, len(damaged) == len(listed), problem, warning=True)
-    elif listed:
-        details = f"{len(listed)}, no objects missing; `grpo-orch checkpoints verify` reads every byte"
-        yield Finding("checkpoints", True, False, details)

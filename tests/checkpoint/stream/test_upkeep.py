@@ -112,20 +112,6 @@ def test_changed_source_is_not_stored(machine: Machine, now: str) -> None:
         machine.store.get(lost)
 
 
-def test_listing_reports_missing_chunks_of_checkpoints(machine: Machine) -> None:
-    machine.saves(10)
-    machine.saves(20)
-    listed = machine.catalog.newest().checkpoints
-    assert upkeep.missing_objects(machine.store, listed) == {"0-10": [], "0-20": []}
-    files = transfer.read_manifest(machine.store, listed[1]).files
-    own = next(file.chunks[0] for file in files if file.name != SHARED)
-    machine.store.delete([f"{layout.BLOBS}/{own}"])
-    machine.store.put(machine.shared()[2], b"cut")
-    found = upkeep.missing_objects(machine.store, listed)
-    cut = f"{machine.shared()[2]} of {SHARED} has 3 bytes, not 100"
-    assert found == {"0-10": [cut], "0-20": [f"{layout.BLOBS}/{own} of model.safetensors is missing", cut]}
-
-
 def test_all_checkpoints_damaged_is_an_error_and_no_fresh_start(machine: Machine, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         machine.saves(step)

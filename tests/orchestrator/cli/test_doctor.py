@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import transfer
-from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.orchestrator.cli import doctor
 from grpo_orch.orchestrator.cli.doctor import (
     INSTALL,
@@ -27,7 +24,7 @@ from grpo_orch.orchestrator.cli.options import console
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky.records import ApiServer, CloudCheck, SkyOffer
 from grpo_orch.policies.model.spec import RunSpec
-from grpo_orch.policies.model.vocabulary import PolicyVersion, Refusal
+from grpo_orch.policies.model.vocabulary import Refusal
 from tests.generators import config_world
 from tests.rigs.command_line import Cli
 from tests.stand_ins.world import spec
@@ -228,29 +225,6 @@ def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli)
     found = next(one for one in json.loads(told.out)["findings"] if one["check"] == "store")
     assert (told.code, found["ok"]) == (1, False)
     assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["details"]
-
-
-def test_damaged_checkpoints_are_reported_before_they_are_needed(run_yaml: Path, grpo_orch: Cli) -> None:
-    store, weights = Store((run_yaml.parent / "run").as_uri()), run_yaml.parent / "weights"
-
-    def found() -> Any:
-        findings = json.loads(grpo_orch("doctor", str(run_yaml), "-o", "json").out)["findings"]
-        return next((finding for finding in findings if finding["check"] == "checkpoints"), None)
-
-    assert found() is None
-    for step in (10, 20):
-        weights.write_bytes(b"%d" % step)
-        files = [("model.safetensors", weights)]
-        transfer.upload(store, Catalog(store, "test"), files, PolicyVersion(0, step), 1.0, {})
-    assert found()["ok"]
-    blobs = store.entries(layout.BLOBS)
-    older = next(one.key for one in blobs if store.get(one.key) == b"10")
-    store.delete([older])
-    damaged = found()
-    assert (damaged["ok"], damaged["needed"]) == (False, False)
-    assert damaged["details"].startswith(f"damaged: 0-10; in 0-10: {older} of model.safetensors is missing; see")
-    store.delete([one.key for one in blobs])
-    assert found()["needed"], "no restart would find a whole one"
 
 
 def test_remedies_are_printed_in_full(
