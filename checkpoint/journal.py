@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count, takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -33,7 +32,7 @@ from grpo_orch.checkpoint.store.codec import (
     to_json,
 )
 from grpo_orch.checkpoint.store.errors import AlreadyExists, Corrupt, NotFound, StoreError, Torn
-from grpo_orch.checkpoint.store.run_store import Store, retry_torn
+from grpo_orch.checkpoint.store.run_store import Store, in_parallel, retry_torn
 from grpo_orch.policies.model.events import ControllerTookOver, Event
 from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.state import RunState
@@ -51,9 +50,6 @@ log = structlog.get_logger()
 # is damage.
 
 SCHEMA = 1
-READERS = 16  # concurrent requests; a store answers one in tens of milliseconds
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ def entry(store: Store, number: int) -> Record:
     return found
 
 
-def entries(store: Store, numbers: Iterable[int]) -> list[Record]:
+def entries(store: Store, numbers: Sequence[int]) -> list[Record]:
     """Return entries in the order of `numbers`; torn ones as void. Raises Corrupt."""
     records = in_parallel(lambda number: _entry_or_void(store, number), numbers)
     set_aside = {number for record in records for number in record.set_aside}
@@ -157,12 +153,6 @@ def entries_after(store: Store, after: int) -> list[Record]:
 def advance(state: RunState, records: Iterable[Record]) -> RunState:
     """Fold the records onto `state`. Raises Corrupt, or IllegalMove for an impossible history."""
     return fold(((record.number, record.time_s, record.decoded()) for record in records), state)
-
-
-def in_parallel(read: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
-    """Call `read` for each number, READERS at a time, and return the results in order. Raises the first error."""
-    with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(read, numbers))
 
 
 # Segments: SEGMENT_ENTRIES entries in one object, with the run's state after the last.

@@ -14,7 +14,7 @@ from blake3 import blake3
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.backends import BytesLike, Entry
 from grpo_orch.checkpoint.store.codec import from_json
-from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound, StoreUnavailable
+from grpo_orch.checkpoint.store.errors import AlreadyExists, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import manifest
 from grpo_orch.checkpoint.stream.catalog import Checkpoint, Revision
@@ -92,45 +92,6 @@ class InTurn:
 
     def shutdown(self, **_: Any) -> None:
         pass
-
-
-class Interrupted(DictStore):
-    """The same objects for a process in which `meanwhile` happens before its first put or delete."""
-
-    def __init__(self, store: DictStore, meanwhile: Callable[[], object]) -> None:
-        super().__init__()
-        self.objects = store.objects
-        self._meanwhile: Callable[[], object] | None = meanwhile
-
-    def put(self, key: str, data: BytesLike) -> None:
-        self._interrupt()
-        super().put(key, data)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._interrupt()
-        super().delete(keys)
-
-    def _interrupt(self) -> None:
-        call, self._meanwhile = self._meanwhile, None
-        if call is not None:
-            call()
-
-
-class Deletes(DictStore):
-    """Remembers what to delete and does not delete it: the request is late."""
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self.late = list(keys)
-        raise StoreUnavailable("delete")
-
-
-class DyingAtManifest(Interrupted):
-    """The process is killed once all its chunks are stored."""
-
-    def put(self, key: str, data: BytesLike) -> None:
-        if key.startswith(f"{layout.CHECKPOINTS}/"):
-            self._interrupt()
-        DictStore.put(self, key, data)
 
 
 def bytes_of(content: str) -> bytes:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.checkpoint.store import layout
+from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream import chunks, manifest, transfer, upkeep
@@ -29,7 +30,6 @@ from tests.stand_ins.catalog_rig import (
     CONTENTS,
     NOW_S,
     DictStore,
-    DyingAtManifest,
     InTurn,
     bytes_of,
     going,
@@ -186,13 +186,18 @@ def collect_all(store: Store) -> None:
 
 
 def test_stored_parts_of_a_killed_upload_are_not_resent(folder: Path) -> None:
-    store = DictStore()
+    class Dying(DictStore):
+        """The process is killed once all its chunks are stored."""
 
-    def die() -> None:
-        raise KeyboardInterrupt
+        def put(self, key: str, data: BytesLike) -> None:
+            if key.startswith(f"{layout.CHECKPOINTS}/"):
+                raise KeyboardInterrupt
+            super().put(key, data)
 
+    store, dying = DictStore(), Dying()
+    dying.objects = store.objects
     with pytest.raises(KeyboardInterrupt):
-        upload(DyingAtManifest(store, die), folder, "ab", 1)
+        upload(dying, folder, "ab", 1)
     assert len(store.objects) == 2
     before = store.writes
     upload(store, folder, "ab", 1)
