@@ -22,12 +22,11 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import chunks, upkeep
+from grpo_orch.checkpoint.stream import chunks, uploader
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint, Revision
 from grpo_orch.checkpoint.stream.spool import Seal, Spool
 from grpo_orch.checkpoint.stream.transfer import read_manifest
-from grpo_orch.checkpoint.stream.upkeep import Collector
-from grpo_orch.checkpoint.stream.uploader import Uploader
+from grpo_orch.checkpoint.stream.uploader import Collector, Uploader
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.storing.restoring import restore_newest
 from tests.budget import until
@@ -172,7 +171,7 @@ def check_the_end(store: Store, folder: Path) -> None:
 
 def check_nothing_is_left(store: Store) -> None:
     """With nobody alive."""
-    Collector(store, Catalog(store, "test"), retire).collect(time.time() + 2 * upkeep.IN_FLIGHT_S)
+    Collector(store, Catalog(store, "test"), retire).collect(time.time() + 2 * uploader.IN_FLIGHT_S)
     listed = Catalog(store, "test").newest().checkpoints
     assert len(listed) == KEEP_LAST
     needed = {one.manifest for one in listed}
@@ -184,7 +183,7 @@ def check_nothing_is_left(store: Store) -> None:
 def main(role: str, url: str, folder: Path, *more: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     chunks.CHUNK_BYTES, chunks.TRANSFERS = CHUNK, 6
-    upkeep.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
+    uploader.IN_FLIGHT_S = 0.0  # unreferenced objects are collected at once
     match role:
         case "spool":
             spool_checkpoints(folder)

@@ -19,9 +19,9 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import Corrupt, NotFound, StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import chunks, manifest, transfer, upkeep
+from grpo_orch.checkpoint.stream import chunks, manifest, transfer, uploader
 from grpo_orch.checkpoint.stream.catalog import Catalog
-from grpo_orch.checkpoint.stream.upkeep import Collector
+from grpo_orch.checkpoint.stream.uploader import Collector
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.storing.restoring import restore_newest
 from tests.budget import examples
@@ -47,7 +47,7 @@ def small_and_in_turn() -> Iterator[None]:
         patch.setattr(chunks, "CHUNK_BYTES", CHUNK)
         for module in (chunks, manifest):
             patch.setattr(module, "ThreadPoolExecutor", InTurn)
-        patch.setattr(upkeep, "IN_FLIGHT_S", 0.0)
+        patch.setattr(uploader, "IN_FLIGHT_S", 0.0)
         yield
 
 

@@ -10,11 +10,11 @@ import pytest
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.errors import NoIntactCheckpoint, NotFound
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.checkpoint.stream import transfer, upkeep
+from grpo_orch.checkpoint.stream import transfer, uploader
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.checkpoint.stream.chunks import CHUNK_BYTES
 from grpo_orch.checkpoint.stream.spool import Seal, Spool
-from grpo_orch.checkpoint.stream.uploader import Uploader
+from grpo_orch.checkpoint.stream.uploader import Upkeep, Uploader
 from grpo_orch.policies.model.timelines import Fork, lineage
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.storing.restoring import restore_newest
@@ -74,23 +74,23 @@ def test_lost_base_model_chunk_is_stored_again_for_all(machine: Machine) -> None
 def test_wrong_bytes_of_the_right_size_are_found_in_turn(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "CHUNKS_READ", 1)
+    monkeypatch.setattr(uploader, "CHUNKS_READ", 1)
     machine.saves(10)
     wrong = machine.shared()[1]
     machine.store.put(wrong, bytes(CHUNK_BYTES))
-    kept = upkeep.Upkeep(machine.store, machine.catalog)
+    kept = Upkeep(machine.store, machine.catalog)
     mended = [kept.repair(1.0, {SHARED: str(machine.base)}) for _ in range(3)]
     assert sorted(mended) == [[], [], [wrong.partition("/")[2]]]
     assert machine.damage() == {}
 
 
 def test_damage_found_by_a_restore_is_repaired_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "CHUNKS_READ", 0)
+    monkeypatch.setattr(uploader, "CHUNKS_READ", 0)
     machine.saves(10)
     wrong = machine.shared()[0].partition("/")[2]
     machine.store.put(f"{layout.BLOBS}/{wrong}", bytes(CHUNK_BYTES))
     machine.catalog.suspect(1.0, wrong)
-    assert upkeep.Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == [wrong]
+    assert Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == [wrong]
     assert machine.damage() == {}
     assert machine.catalog.newest().suspect == []
 
@@ -107,7 +107,7 @@ def test_changed_source_is_not_stored(machine: Machine, now: str) -> None:
             machine.base.write_bytes(b"")
         case _:
             machine.base.unlink()
-    assert upkeep.Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == []
+    assert Upkeep(machine.store, machine.catalog).repair(1.0, {SHARED: str(machine.base)}) == []
     with pytest.raises(NotFound):
         machine.store.get(lost)
 
