@@ -338,7 +338,7 @@ def newest_timeline(store: Store) -> int:
 
 
 def _timeline_numbers(store: Store) -> list[int]:
-    found = (layout.timeline_of(entry.key) for entry in store.entries(layout.TIMELINES))
+    found = (layout.number_of(entry.key) for entry in store.entries(layout.TIMELINES))
     return sorted(number for number in found if number is not None)
 
 
@@ -382,7 +382,7 @@ def read_faults(store: Store, known: Container[int] = ()) -> list[RehearsedFault
     """
     found = []
     for entry in store.entries(layout.REHEARSAL):
-        number = layout.rehearsal_of(entry.key)
+        number = layout.number_of(entry.key)
         if number is not None and number not in known:
             with contextlib.suppress(Corrupt):
                 found.append(from_json(store.get(entry.key), RehearsedFault, entry.key))

@@ -48,10 +48,9 @@ CANARY = "canary.json"  # next to the weights of a policy: expected outputs
 
 METRICS_CHUNK_STEPS = 100  # steps in one metrics object: rewriting it each step stays under ~100 KB
 
-_TIMELINE = re.compile(rf"{TIMELINES}/([0-9]{{4,}})\.json")
-_REHEARSAL = re.compile(rf"{REHEARSAL}/([0-9]{{4,}})\.json")
 _METRICS = re.compile(rf"{METRICS}/[0-9]{{4,}}/([0-9]{{8,}})\.jsonl")
 _NUMBERED = re.compile(rf"(?:{JOURNAL}|{SEGMENTS}|{CATALOG})/([0-9]{{12}})\.json")
+_SHORT = re.compile(rf"(?:{TIMELINES}|{REHEARSAL})/([0-9]{{4,}})\.json")
 _CHUNK = re.compile(rf"{BLOBS}/([0-9a-f]{{64}}\.[0-9]+)")
 _GATEWAY = re.compile(rf"{GATEWAYS}/([0-9]+)-([0-9]+)-([0-9]+)\.json")
 _CALL = re.compile(rf"(?:{ROLLOUTS}|{SAMPLES})/[0-9]+/[0-9]+-([0-9]+)-i[0-9]+-a[0-9]+\.(?:json|jsonl\.zst)")
@@ -68,8 +67,12 @@ def segment(last: int) -> str:
 
 
 def number_of(key: str) -> int | None:
-    """Return the number in the name of a journal entry, segment or catalog revision; None for a foreign object."""
-    return _number(_NUMBERED, key)
+    """Return the number in the name of a journal entry, segment, catalog revision, timeline or rehearsed fault.
+
+    None for a foreign object.
+    """
+    number = _number(_NUMBERED, key)
+    return _number(_SHORT, key) if number is None else number
 
 
 def _number(pattern: re.Pattern[str], key: str) -> int | None:
@@ -200,18 +203,8 @@ def timeline(number: int) -> str:
     return f"{TIMELINES}/{number:04d}.json"
 
 
-def timeline_of(key: str) -> int | None:
-    """Return the number in the name of a timeline's document; None for a foreign object."""
-    return _number(_TIMELINE, key)
-
-
 def rehearsal(number: int) -> str:
     return f"{REHEARSAL}/{number:04d}.json"
-
-
-def rehearsal_of(key: str) -> int | None:
-    """Return the number in the name of a rehearsed fault; None for a foreign object."""
-    return _number(_REHEARSAL, key)
 
 
 def evaluation(name: str) -> str:
