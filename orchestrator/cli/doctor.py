@@ -295,8 +295,6 @@ def _harmful_rules(rules: BucketRules, bucket: str) -> Iterator[str]:
         yield f"{bucket!r} is versioned and keeps deleted objects for {kept_days} days: {_at_rest(kept_days)}"
     if rules.expires_days is not None:
         yield f"{bucket!r} deletes objects after {rules.expires_days} days, {NEEDED}"
-    if rules.expires_on is not None:
-        yield f"{bucket!r} deletes all objects from {rules.expires_on} on, {NEEDED}"
     if rules.archived_days is not None:
         yield f"{bucket!r} archives objects after {rules.archived_days} days, {NEEDED}"
 

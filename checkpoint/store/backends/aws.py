@@ -150,7 +150,6 @@ class BucketRules:
         versions_days: old versions are deleted after this many days; None: never.
         locked_days: objects and versions cannot be deleted for this many days; 0: no lock.
         expires_days: all objects are deleted after this many days; None: never.
-        expires_on: all objects are deleted from this date on, as `2027-01-31`; None: no date.
         archived_days: objects move after this many days to a storage class that needs hours to read; None: never.
     """
 
@@ -158,7 +157,6 @@ class BucketRules:
     versions_days: int | None = None
     locked_days: int = 0
     expires_days: int | None = None
-    expires_on: str | None = None
     archived_days: int | None = None
 
 
@@ -180,7 +178,6 @@ def rules_of(url: str, options: Options) -> BucketRules:
     rules = [rule for rule in lifecycle.get("Rules", []) if _covers(rule, prefix)]
     version_days = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in rules]
     object_days = [rule.get("Expiration", {}).get("Days") for rule in rules]
-    dates = [rule.get("Expiration", {}).get("Date") for rule in rules]
     moves = [move for rule in rules for move in rule.get("Transitions", ())]
     archived = [move.get("Days", 0) for move in moves if move.get("StorageClass") in _UNREADABLE]
     retention = lock.get("Rule", {}).get("DefaultRetention", {})
@@ -189,7 +186,6 @@ def rules_of(url: str, options: Options) -> BucketRules:
         versions_days=min((days for days in version_days if days is not None), default=None),
         locked_days=int(retention.get("Days", 0)) or 365 * int(retention.get("Years", 0)),
         expires_days=min((days for days in object_days if days is not None), default=None),
-        expires_on=min((date.date().isoformat() for date in dates if date is not None), default=None),
         archived_days=min(archived, default=None),
     )
 
