@@ -181,8 +181,6 @@ class Store:
             return call()
         except self._backend.errors as error:
             fault = self._backend.fault(error)
-            if fault is None:
-                raise
             # Not chained: a library's message may quote the request, including a session token or a signed URL.
             raise fault.kind(f"{what} in {self._shown}: {fault.text}", fault.hint) from None
 

@@ -83,8 +83,8 @@ class Backend(Protocol):
     def sweep(self, prefix: str, older_than_s: float) -> None:
         """Remove unlisted remains of interrupted writes below `prefix/`."""
 
-    def fault(self, error: Exception) -> Fault | None:
-        """Classify the exception; None for a bug in this project."""
+    def fault(self, error: Exception) -> Fault:
+        """Classify one of these exceptions."""
 
 
 # The classification of a store's error responses, for all libraries. No I/O.

@@ -91,8 +91,9 @@ class FolderBackend:
                 if _STAGED.search(path.name) and time.time() - path.stat().st_mtime > older_than_s:
                     path.unlink()
 
-    def fault(self, error: Exception) -> Fault | None:
-        return of_errno(error.errno, error.strerror or str(error)) if isinstance(error, OSError) else None
+    def fault(self, error: Exception) -> Fault:
+        assert isinstance(error, OSError)
+        return of_errno(error.errno, error.strerror or str(error))
 
     def _path(self, key: str) -> Path:
         if key.startswith("/") or ".." in key.split("/"):

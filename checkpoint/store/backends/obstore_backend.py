@@ -127,40 +127,35 @@ class ObstoreBackend:
     def sweep(self, prefix: str, older_than_s: float) -> None:
         """Do nothing: an interrupted write leaves nothing behind."""
 
-    def fault(self, error: Exception) -> Fault | None:
-        return fault_of(error, self._bucket)
+    def fault(self, error: Exception) -> Fault:
+        text = str(error)
+        if _METADATA_SERVICE in text:
+            return _no_credentials(text)
+        if isinstance(error, raw.UnauthenticatedError) and "credential provider" in text:
+            return Fault(StoreDenied, one_line(text.partition("provider: ")[2]), "renew the credentials")
+        if status := _STATUS.search(text):
+            code, message = _CODE.search(text), _MESSAGE.search(text)
+            return of_answer(
+                int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", self._bucket
+            )
+        match error:
+            case raw.AlreadyExistsError():
+                return Fault(AlreadyExists, "the object exists")
+            case FileNotFoundError():
+                return Fault(NotFound, "no such object")
+            case raw.PermissionDeniedError() | raw.UnauthenticatedError():
+                return Fault(StoreDenied, one_line(text), RIGHTS)
+            case raw.InvalidPathError() | raw.NotSupportedError():
+                return Fault(StoreUnusable, one_line(text))
+            case OSError():
+                return of_errno(error.errno, str(error.strerror))
+            case _:
+                return _connection_fault(text)
 
     def _put(self, key: str, data: BytesLike, mode: Literal["overwrite", "create"]) -> None:
         store = self._slow if memoryview(data).nbytes > LARGE_BYTES else self._quick
         content = bytes(data) if self._keeps_input else data
         obstore.put(store, key, content, mode=mode, use_multipart=False)
-
-
-def fault_of(error: Exception, bucket: str) -> Fault | None:
-    """Classify an exception of obstore; `bucket` is for hints. None for a bug in this project."""
-    text = str(error)
-    if _METADATA_SERVICE in text:
-        return _no_credentials(text)
-    if isinstance(error, raw.UnauthenticatedError) and "credential provider" in text:
-        return Fault(StoreDenied, one_line(text.partition("provider: ")[2]), "renew the credentials")
-    if status := _STATUS.search(text):
-        code, message = _CODE.search(text), _MESSAGE.search(text)
-        return of_answer(
-            int(status[1]), (code[1] or code[2]) if code else "", message[1] if message else "", bucket
-        )
-    match error:
-        case raw.AlreadyExistsError():
-            return Fault(AlreadyExists, "the object exists")
-        case FileNotFoundError():
-            return Fault(NotFound, "no such object")
-        case raw.PermissionDeniedError() | raw.UnauthenticatedError():
-            return Fault(StoreDenied, one_line(text), RIGHTS)
-        case raw.InvalidPathError() | raw.NotSupportedError():
-            return Fault(StoreUnusable, one_line(text))
-        case OSError():
-            return of_errno(error.errno, str(error.strerror))
-        case _:
-            return _connection_fault(text)
 
 
 def open_obstore(url: str, options: Options) -> ObstoreBackend:
