@@ -56,7 +56,7 @@ from grpo_orch.tasks.machine.node_env import NodeEnv, read_node_env, read_run_he
 from grpo_orch.tasks.machine.versions import ROLLOUT, DriverTooOld, WrongVersions, check_versions
 from grpo_orch.tasks.rollout.engine_files import EngineFiles
 from grpo_orch.tasks.rollout.gateway_link import GatewayLink
-from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Superseded
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders, Superseded
 from grpo_orch.tasks.rollout.policy_loader import PolicyLoader, Ready
 from grpo_orch.tasks.rollout.rollout_engine import TIMING, EngineAbandoned, EngineSlot, RolloutEngine, Timing
 from grpo_orch.tasks.rollout.vllm.server import PolicyRefused, Server, ServerFailed
@@ -173,7 +173,7 @@ class Agent:
             await self._load(wanted, ready, engines)
         except Superseded:
             self._work.set()
-        except (Corrupt, NotFound, DiskFailed, OSError) as error:
+        except (Corrupt, NotFound, OSError) as error:
             await self._record_failures(engines, wanted, str(error), passes=True)
         except StoreError as error:
             log.error("policy_fetch_failed", policy=wanted.label, reason=str(error))

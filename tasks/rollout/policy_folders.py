@@ -102,10 +102,6 @@ class Superseded(Exception):
     """Another policy is wanted now."""
 
 
-class DiskFailed(Exception):
-    """The files cannot be written, even after deleting older policies."""
-
-
 @dataclass(frozen=True, slots=True)
 class Staged:
     """Verified deltas that lead from an engine's weights to a policy.
@@ -145,9 +141,9 @@ class PolicyFolders:
     def fetch(self, wanted: PolicyRef, is_wanted: Callable[[], bool]) -> Path:
         """Return the folder with the policy's verified files. An older policy may have been turned into it.
 
-        Raises Superseded at the next part once `is_wanted` returns False, DiskFailed, StoreError. Fetched parts
-        stay for the next call: later policies may be deltas to the same whole policy, whose transfer may take
-        longer than a step.
+        Raises Superseded at the next part once `is_wanted` returns False, StoreError, and OSError if the files
+        cannot be written, even after deleting older policies. Fetched parts stay for the next call: later policies
+        may be deltas to the same whole policy, whose transfer may take longer than a step.
         """
         folder, sizes_bytes = self._root / wanted.label, list[int]()
 
@@ -163,7 +159,7 @@ class PolicyFolders:
                 self._delete_parts()
                 self.fetched_bytes = sum(sizes_bytes)
             except OSError as error:
-                raise DiskFailed(self._free_up(error)) from error
+                raise OSError(self._free_up(error)) from error
         return folder
 
     def keep_only(self, folder: Path) -> None:

@@ -21,7 +21,7 @@ from grpo_orch.checkpoint.weights import delta
 from grpo_orch.policies.serving.canary import Canary
 from grpo_orch.policies.serving.wire import PolicyRef
 from grpo_orch.tasks.rollout.policy_check import canary_in
-from grpo_orch.tasks.rollout.policy_folders import DiskFailed, PolicyFolders, Staged, Superseded
+from grpo_orch.tasks.rollout.policy_folders import PolicyFolders, Staged, Superseded
 from grpo_orch.tasks.rollout.vllm.server import Server, ServerFailed
 
 log = structlog.get_logger()
@@ -143,7 +143,7 @@ class PolicyLoader:
                 await self._prove(policy, folder)
             except Superseded:
                 return
-            except (StoreError, DiskFailed, OSError) as error:  # the next full load or delta tries again
+            except (StoreError, OSError) as error:  # the next full load or delta tries again
                 log.warning("policy_file_update_failed", policy=policy.label, reason=str(error))
                 return
             settled = policy
