@@ -81,17 +81,6 @@ def test_entry_of_unknown_outcome_is_settled_by_its_writer(store: Store, done: b
     assert journal.read(doubtful.store)[1] == settled
 
 
-def test_a_controller_can_see_at_any_time_that_it_was_replaced(store: Store) -> None:
-    old, new = Journal(store, "old"), Journal(store, "new")
-    old.take_over(1.0, "h", 1, "up")
-    old.check()
-    new.take_over(2.0, "h", 2, "resume")
-    new.check()
-    for look in (old.check, lambda: old.append(3.0, (RunCreated("r", "id"),)), old.check):
-        with pytest.raises(Fenced, match="new wrote journal entry 2"):
-            look()
-
-
 # How long nobody journalled anything, by the dates of files.
 
 
