@@ -99,20 +99,26 @@ class Node:
 
     async def follow(self, ref: PolicyRef, *, settles: bool = True) -> str:
         """Load it; by what."""
-        server = cast("Server", self.engine)
-        ready = await self.loader.fetch([server], ref, self.engine.policy or None, lambda: True)
-        await self.loader.load(server, ready, CANARY)
-        await self.loader.loaded(ready, [server])
-        assert self.engine.policy == ref.label
-        wanted = self.world.made[ref.label]
-        assert all(one.equal(wanted[name]) for name, one in self.engine.weights.items())
-        if settles:
-            await self.loader.settled()
-            assert not self.engine.stopped
+        [by] = await self.give(ref, self.engine, settles=settles)
+        assert not (settles and self.engine.stopped)
         for held in self.world.root.glob("[!.]*"):
             if settles:
                 check(held, self.world.made[held.name])
-        return self.engine.does[-1]
+        return by
+
+    async def give(self, ref: PolicyRef, *engines: Engine, settles: bool = True) -> list[str]:
+        """Give it to engines of one machine at once; by what each came to it."""
+        servers = [cast("Server", one) for one in engines]
+        ready = await self.loader.fetch(servers, ref, engines[0].policy or None, lambda: True)
+        await asyncio.gather(*(self.loader.load(one, ready, CANARY) for one in servers))
+        await self.loader.loaded(ready, servers)
+        wanted = self.world.made[ref.label]
+        for engine in engines:
+            assert engine.policy == ref.label
+            assert all(one.equal(wanted[name]) for name, one in engine.weights.items())
+        if settles:
+            await self.loader.settled()
+        return [one.does[-1] for one in engines]
 
 
 @pytest.fixture
@@ -292,20 +298,6 @@ def test_engine_holds_the_labelled_weights_after_any_faults(node: Node, seed: in
     assert did.count("changes") > 5
 
 
-async def given(node: Node, ref: PolicyRef, *engines: Engine) -> list[str]:
-    """Give it to engines of one machine at once; by what each came to it."""
-    servers = [cast("Server", one) for one in engines]
-    ready = await node.loader.fetch(servers, ref, engines[0].policy or None, lambda: True)
-    await asyncio.gather(*(node.loader.load(one, ready, CANARY) for one in servers))
-    await node.loader.loaded(ready, servers)
-    await node.loader.settled()
-    wanted = node.world.made[ref.label]
-    for engine in engines:
-        assert engine.policy == ref.label
-        assert all(one.equal(wanted[name]) for name, one in engine.weights.items())
-    return [one.does[-1] for one in engines]
-
-
 def test_engines_share_fetches_and_have_their_own_tests(node: Node) -> None:
     world, publisher = node.world, node.world.publisher()
     a, b = node.engine, Engine(world.folder, 100)
@@ -313,20 +305,20 @@ def test_engines_share_fetches_and_have_their_own_tests(node: Node) -> None:
 
     async def story() -> None:
         nonlocal b
-        assert await given(node, world.publish(publisher, 0), a, b) == ["whole"] * 2
+        assert await node.give(world.publish(publisher, 0), a, b) == ["whole"] * 2
         for step, by in enumerate(["trial", "changes"], 1):
-            assert await given(node, world.steps(publisher, step)[0], a, b) == [by] * 2
+            assert await node.give(world.steps(publisher, step)[0], a, b) == [by] * 2
         b = Engine(world.folder, 101)  # started again
         b.member = "rollout-0-i1.1"
         [ref] = world.steps(publisher, 3)
-        assert await given(node, ref, a) == ["changes"]
-        assert await given(node, ref, b) == ["whole"]
-        assert await given(node, world.steps(publisher, 4)[0], a, b) == ["changes", "trial"]
+        assert await node.give(ref, a) == ["changes"]
+        assert await node.give(ref, b) == ["whole"]
+        assert await node.give(world.steps(publisher, 4)[0], a, b) == ["changes", "trial"]
         assert world.whole_bytes() == 1, "the first and no other"
         b = Engine(world.folder, 102)
         b.member, b.why = "rollout-0-i1.1", "the loader cannot be followed"
-        assert await given(node, world.steps(publisher, 5)[0], b) == ["whole"]
-        assert await given(node, world.steps(publisher, 6)[0], b) == ["trial"]
+        assert await node.give(world.steps(publisher, 5)[0], b) == ["whole"]
+        assert await node.give(world.steps(publisher, 6)[0], b) == ["trial"]
         assert (node.loader.takes_deltas(cast("Server", a)), node.loader.takes_deltas(cast("Server", b))) == (
             True,
             False,
@@ -343,7 +335,7 @@ def test_engine_that_differs_from_its_file_is_restarted(node: Node) -> None:
 
     async def story() -> None:
         for step in range(3):
-            await given(node, world.steps(publisher, step)[0], a, b)
+            await node.give(world.steps(publisher, step)[0], a, b)
         with node.folders.file_lock:
             [ref] = world.steps(publisher, 3)
             ready = await node.loader.fetch([cast("Server", a)], ref, a.policy, lambda: True)
