@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
-
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.codec import from_json, to_json
+from grpo_orch.checkpoint.store.codec import to_json
 from grpo_orch.checkpoint.store.document import Document
-from grpo_orch.checkpoint.store.errors import Corrupt, NotFound
+from grpo_orch.checkpoint.store.errors import NotFound
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.policies.model.vocabulary import Evaluation, Precedence
-from grpo_orch.policies.serving.wire import Completion
-
-log = structlog.get_logger()
-
-# An evaluation stores completions as they arrive, then each policy's samples and scores.
+from grpo_orch.policies.model.vocabulary import Evaluation
 
 SCHEMA = 1
 
@@ -66,41 +58,6 @@ def evaluated(subject: str) -> Document[EvaluationResult]:
 
 def write_samples(store: Store, subject: str, samples: Sequence[ScoredSample]) -> None:
     store.put(layout.evaluated_samples(subject), b"".join(to_json(sample) + b"\n" for sample in samples))
-
-
-def store_completions(
-    store: Store, digest: str, by: Precedence, number: int, completions: Sequence[Completion]
-) -> None:
-    """Store part `number` of the completions of a batch, as the evaluator `by`."""
-    store.put(layout.kept_part(digest, by, number, len(completions)), to_json(list(completions)))
-
-
-def read_completions(store: Store, digest: str) -> dict[int, Completion]:
-    """Return the completions of that batch stored by any evaluator, by the request's index."""
-    found: dict[int, Completion] = {}
-    for entry in store.entries(layout.kept(digest)):
-        try:
-            part = from_json(store.get(entry.key), list[Completion], entry.key)
-        except Corrupt as error:  # a torn part: its completions are generated again
-            log.warning("completions_unreadable", key=entry.key, error=str(error))
-            continue
-        for completion in part:
-            found.setdefault(completion.index, completion)
-    return found
-
-
-def count_completions(store: Store) -> int:
-    """Return how many completions of unfinished batches are stored."""
-    count = 0
-    for entry in store.entries(layout.kept("").rstrip("/")):
-        with contextlib.suppress(ValueError):
-            count += layout.kept_in(entry.key)
-    return count
-
-
-def delete_completions(store: Store) -> None:
-    """Delete the stored parts, whose completions the samples hold."""
-    store.delete([entry.key for entry in store.entries(layout.kept("").rstrip("/"))])
 
 
 def evaluations_of(parent: Store) -> Iterator[tuple[Store, Evaluation]]:

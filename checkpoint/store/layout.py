@@ -40,7 +40,7 @@ TIMELINES = "timelines"  # the fork of each timeline but the first
 REHEARSAL = "rehearsal"
 MODELS = "models"  # base models from the hub
 EVALUATIONS = "evaluations"  # evaluations of this run's policies: runs below their own names
-EVALUATED = "evaluated"  # in an evaluation: results, and the completions so far
+EVALUATED = "evaluated"  # in an evaluation: results
 MANIFEST = "manifest.json"
 SNAPSHOT = "snapshot.json"  # of all weights, next to a policy that was published as a delta
 MODEL = "model.safetensors"  # the weights of a policy
@@ -219,21 +219,6 @@ def evaluated(subject: str) -> str:
 def evaluated_samples(subject: str) -> str:
     """Return the key of a policy's completions with their prompts and scores, one a line."""
     return f"{EVALUATED}/{subject}.jsonl"
-
-
-def kept(digest: str) -> str:
-    """Return the folder of a batch's completions so far."""
-    return f"{EVALUATED}/kept/{digest}"
-
-
-def kept_part(digest: str, by: Precedence, number: int, completions: int) -> str:
-    """Return the key of a part of them, whose last number is the count, so that a listing shows the progress."""
-    return f"{kept(digest)}/{_numbers(by)}-{number:06d}-{completions}.json"
-
-
-def kept_in(key: str) -> int:
-    """Return the number of completions in a part. Raises ValueError for a foreign object."""
-    return int(key.rpartition("-")[2].removesuffix(".json"))
 
 
 def version_of(key: str) -> PolicyVersion:

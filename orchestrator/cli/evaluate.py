@@ -275,8 +275,7 @@ def _wait(store: Store, subjects: Sequence[Subject]) -> None:
                 break
             beat = documents.TRAINER.read(store)
             activity = "waiting for machines" if beat is None else beat.activity
-            stored = evaluations.count_completions(store) if beat is not None else 0
-            status.update(f"{done} of {len(subjects)} policies; {activity}; {stored} completions stored")
+            status.update(f"{done} of {len(subjects)} policies; {activity}")
             time.sleep(POLL_S)
     if len(_read_results(store, subjects)) == len(subjects):
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from grpo_orch.policies.model.spec import generates_itself
 from grpo_orch.policies.serving.wire import Batch, Completion
 from grpo_orch.tasks.completions.gateway_client import GatewayClient, Generated
 from grpo_orch.tasks.completions.refused_prompts import RefusedPrompts
-from grpo_orch.tasks.completions.rollout_source import RolloutSource
-from grpo_orch.tasks.evaluating.stored_completions import CompletionSource, StoredCompletions
+from grpo_orch.tasks.completions.rollout_source import CompletionClient, RolloutSource
 from grpo_orch.tasks.trainer.assemble import build_trainer, grpo_config, policy_publisher
 from grpo_orch.tasks.trainer.preflight import check_prompts, check_rewards
 from grpo_orch.tasks.trainer.start import Start
@@ -101,14 +100,14 @@ def assemble_evaluator(start: Start, rows: int | None) -> Evaluator:
 
 def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> RolloutSource:
     env, store, spec = start.env, start.store, start.spec
-    generator: CompletionSource = (
+    generator: CompletionClient = (
         GatewayClient(store, env.token, start.heartbeat, start.leaving.check)
         if own_generation is None
         else InPieces(own_generation, config.per_device_eval_batch_size)
     )
     return RolloutSource(
         store,
-        StoredCompletions(store, env.precedence, generator),
+        generator,
         start.heartbeat,
         start.costs,
         RefusedPrompts(spec.policies.on_bad_prompt, start.costs),
@@ -120,7 +119,7 @@ def _source(start: Start, config: Any, own_generation: OwnGeneration | None) -> 
 
 
 class InPieces:
-    """Completes a batch with the trainer's own model, in pieces that fit its memory and are stored as they finish.
+    """Completes a batch with the trainer's own model, in pieces that fit its memory.
 
     The piece size is halved when memory runs out.
     """
@@ -128,21 +127,17 @@ class InPieces:
     def __init__(self, own_generation: OwnGeneration, size: int) -> None:
         self._own, self._size = own_generation, size
 
-    def complete(self, batch: Batch, arrived: Callable[[Completion], None]) -> Generated:
+    def complete(self, batch: Batch) -> Generated:
         completions: list[Completion] = []
         while (done := len(completions)) < len(batch.requests):
             requests = batch.requests[done : done + self._size]
             try:
-                piece = self._own.complete(replace(batch, requests=requests)).completions
+                completions += self._own.complete(replace(batch, requests=requests)).completions
             except (RuntimeError, MemoryError) as error:
                 if self._size == 1 or not is_out_of_memory(error):
                     raise
                 self._size //= 2
                 log.warning("out_of_memory", prompts_at_once=self._size)
-                continue
-            completions += piece
-            for completion in piece:
-                arrived(completion)
         return Generated(completions, discarded=0, wait_s=0.0)
 
 

@@ -2,7 +2,7 @@
 
 For each policy of the evaluated run, it loads the policy, publishes it as a trainer does, sends all prompts in one
 batch, scores the completions and stores the results. Then the run is finished and its machines are released. The
-process may be killed at any time: stored results are not generated again.
+process may be killed at any time: finished policies are stored, and only the current one is generated again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
         try:
             _evaluate_each(missing, env, record, evaluation, store, heartbeat, leaving)
         except LeaveNow:
-            return exit_codes.STOPPED, "stopped; the completions so far are stored"
+            return exit_codes.STOPPED, "stopped; the finished policies are stored"
         except (BadReward, ToolFailed) as error:
             return exit_codes.UNAVAILABLE, f"{error}; see policies.on_bad_reward"
         except (BadSpec, UnsupportedType) as error:
@@ -87,7 +87,6 @@ def run_evaluation(env: NodeEnv, record: RunRecord, store: Store, heartbeat: Hea
             return exit_codes.FAILED, f"out of memory: {str(error).strip().partition(chr(10))[0]}"
     heartbeat.update(step=len(evaluation.subjects))  # the controller compares it with max_steps
     unpin(evaluation)
-    evaluations.delete_completions(store)
     return exit_codes.OK, f"evaluated {', '.join(subject.name for subject in evaluation.subjects)}"
 
 

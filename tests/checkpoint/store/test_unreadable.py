@@ -16,7 +16,6 @@ from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.journal import Journal, Record
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.documents import GatewayAddress, Lease, MachineReport, RunRecord
-from grpo_orch.checkpoint.records.evaluations import read_completions
 from grpo_orch.checkpoint.records.metrics import MetricsRow, MetricsWriter
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.codec import from_json, to_json
@@ -302,9 +301,3 @@ def test_digits_in_a_text_are_no_integer() -> None:
         "digest": text,
         "size": 2**63,
     }
-
-
-@pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"{}", to_json([COMPLETION]).replace(b"stop", b"\xff")])
-def test_kept_completions_that_are_damaged_are_made_again(data: bytes) -> None:
-    digest = "d" * 8
-    assert read_completions(store_with(layout.kept_part(digest, (0, 1, 1), 0, 1), data), digest) == {}
