@@ -23,7 +23,6 @@ MAY_USE_PRIVATE_NAMES = {
     "node/ranks/divided.py",
     "node/ranks/divided_trainer.py",
     "node/test_trl_contract.py",
-    "node/trainer/evaluating/test_foreseen.py",
     "node/trainer/test_samples.py",
     "node/trainer/test_windows_ahead.py",
     "rigs/sky/cloud.py",

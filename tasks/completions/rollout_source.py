@@ -224,38 +224,6 @@ class _BackgroundBatch:
         )
 
 
-@dataclass(slots=True)
-class _Foreseen:
-    """Evaluation calls of one version that are made together; `first` is the number of the first call."""
-
-    version: PolicyVersion
-    first: int
-    calls: list[list[list[int]]]
-    samples: int
-    made: Rollout | None = None  # of all calls
-
-    @property
-    def last(self) -> int:
-        """The number of the last call."""
-        return self.first + len(self.calls) - 1
-
-    def has(self, version: PolicyVersion, call: int, prompts: list[list[int]], samples: int) -> bool:
-        """Return whether a call is one of these and asks for the foreseen prompts."""
-        position = call - self.first
-        if (version, samples) != (self.version, self.samples) or not 0 <= position < len(self.calls):
-            return False
-        return self.calls[position] == prompts
-
-    def of(self, call: int) -> Rollout:
-        """Return one call's part of the completions."""
-        assert self.made is not None
-        position = call - self.first
-        begin = sum(map(len, self.calls[:position])) * self.samples
-        part = self.made.completions[begin : begin + len(self.calls[position]) * self.samples]
-        completions = [replace(completion, index=index) for index, completion in enumerate(part)]
-        return replace(self.made, call=call, completions=completions)
-
-
 class RolloutSource:
     """Answer generate calls, each at one policy version.
 
@@ -298,7 +266,6 @@ class RolloutSource:
         self._check_stop = check_stop
         self._at = PolicyVersion(-1, -1)
         self._calls = {True: 0, False: 0}  # finished at that step: training, evaluation
-        self._foreseen: _Foreseen | None = None  # calls that an evaluation will make
         self._begun: dict[tuple[PolicyVersion, int], _BackgroundCall] = {}
         self._done_at_s = 0.0  # when the latest awaited background call finished
         self._new_at_step: int | None = None  # the first step with a call that the store lacked
@@ -329,19 +296,7 @@ class RolloutSource:
         self._heartbeat.update("training")  # the prompts are tokenized: rollout nodes are worth their cost
         counted = self._next_call(at, training)
         call = Call(at, counted if number is None else number, policy or at, prompts, samples, sampling)
-        foreseen = None if training else self._foreseen
-        if foreseen is not None and foreseen.has(at, call.number, prompts, samples):
-            if foreseen.made is None:
-                all_prompts = [prompt for call_prompts in foreseen.calls for prompt in call_prompts]
-                requests = self._foreseen_requests(foreseen)
-                foreseen.made = self._complete_call(
-                    replace(call, prompts=all_prompts), requests, policies, training=False
-                )
-            rollout = foreseen.of(call.number)
-            if call.number == foreseen.last:
-                self._foreseen = None
-        else:
-            rollout = self._complete_call(call, call.requests(self._run_seed), policies, training=training)
+        rollout = self._complete_call(call, policies, training=training)
         self._calls[training] += 1  # only now: a failed call is retried under the same number
         self._heartbeat.update("training")
         return rollout
@@ -375,26 +330,9 @@ class RolloutSource:
     def _aside(self) -> BackgroundClient:
         return cast(BackgroundClient, self._gateway)
 
-    def foresee(self, at: PolicyVersion, calls: list[list[list[int]]], samples: int) -> None:
-        """Announce the prompts of a step's next evaluation calls, with `samples` completions per prompt.
-
-        The first of these calls completes them all, each with the seed that it would have alone. A call with
-        other prompts, or in another position, is made on demand.
-        """
-        self._foreseen = _Foreseen(at, self._next_call(at, training=False), calls, samples)
-
-    def _foreseen_requests(self, foreseen: _Foreseen) -> list[CompletionRequest]:
-        found: list[CompletionRequest] = []
-        for number, prompts in enumerate(foreseen.calls, foreseen.first):
-            call = Call(foreseen.version, number, foreseen.version, prompts, foreseen.samples, {})
-            requests = call.requests(self._run_seed)
-            found += [replace(request, index=len(found) + request.index) for request in requests]
-        return found
-
-    def _complete_call(
-        self, call: Call, requests: list[CompletionRequest], policies: Policies, *, training: bool
-    ) -> Rollout:
+    def _complete_call(self, call: Call, policies: Policies, *, training: bool) -> Rollout:
         """Return one call's completions, from the store or made now and stored."""
+        requests = call.requests(self._run_seed)
         digest = rollouts.digest_of(requests, call.sampling)
         begun = self._begun.pop((call.at, call.number), None)
         if begun is not None and begun.digest == digest:

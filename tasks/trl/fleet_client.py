@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ import torch
 from grpo_orch.checkpoint.records.rollouts import Rollout, Session
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.policies.serving.canary import Canary
-from grpo_orch.policies.serving.wire import PolicyRef
+from grpo_orch.policies.serving.wire import Completion, PolicyRef
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.machine.leaving import LeaveNow
 from grpo_orch.tasks.storing.publish import AdapterPublisher
@@ -92,6 +93,8 @@ class FleetClient:
         self._finite_at: int | None = None  # the last step whose weights computed numbers
         self.on_policy_gone: Callable[[int, int], None] = lambda *_: None
         self.foresees = False
+        self._foreseen: list[list[int]] = []
+        self._answers: dict[tuple[int, ...], deque[list[Completion]]] = {}  # by foreseen prompt
         self.windows: WindowsAhead | None = None
         self._turn = (-1, 0)  # the window, and how many of its calls are made
         self.trained_on: list[Rollout] = []
@@ -113,9 +116,14 @@ class FleetClient:
         else:
             self.on_policy_gone(step, step if self._finite_at is None else self._finite_at + 1)
 
-    def foresee(self, calls: list[list[list[int]]], samples: int) -> None:
-        """Announce the prompts of each generate call of the present step's evaluation."""
-        self._rollouts.foresee(self._version(), calls, samples)
+    def foresee(self, prompts: list[list[int]]) -> None:
+        """Announce the prompts of an evaluation, which its first generate call completes together.
+
+        TRL makes one generate call after the other, each for `per_device_eval_batch_size` completions: with 8
+        completions of a prompt, 500 prompts would be 500 calls of one prompt, on a fleet that completes hundreds
+        in parallel. A call with other prompts is made on demand.
+        """
+        self._foreseen, self._answers = prompts, {tuple(prompt): deque() for prompt in prompts}
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the settings that TRL checks. Every rollout node has them; run.yaml cannot change them."""
@@ -167,10 +175,34 @@ class FleetClient:
             sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         sampling.update(generation_kwargs or {})
         present: list[Any] = [prompt for prompt in prompts if prompt is not NO_PROMPT]
-        rollout = self._complete(present, n, sampling)
-        if isinstance(rollout, Instead):  # the other processes wait for an answer
-            return {"prompt_ids": prompts, "completion_ids": [rollout] * (len(prompts) * n), "logprobs": None}
-        return self._in_shape(prompts, n, rollout)
+        is_foreseen = bool(self._foreseen) and {tuple(prompt) for prompt in present} <= self._answers.keys()
+        completions = (self._complete_foreseen if is_foreseen else self._completions)(present, n, sampling)
+        if isinstance(completions, Instead):  # the other processes wait for an answer
+            return {"prompt_ids": prompts, "completion_ids": [completions] * (len(prompts) * n), "logprobs": None}
+        return self._in_shape(prompts, n, completions)
+
+    def _complete_foreseen(
+        self, prompts: list[list[int]], samples: int, sampling: dict[str, Any]
+    ) -> list[Completion] | Instead:
+        """Return completions of some prompts of an evaluation. The first call completes all of them."""
+        if not any(self._answers.values()):
+            completions = self._completions(self._foreseen, samples, sampling)
+            if isinstance(completions, Instead):
+                return completions
+            for number, prompt in enumerate(self._foreseen):
+                self._answers[tuple(prompt)].append(completions[number * samples : (number + 1) * samples])
+        found: list[Completion] = []
+        for prompt in prompts:
+            answers = self._answers[tuple(prompt)]
+            found += answers[0]
+            answers.rotate(-1)  # the next row with this prompt gets other completions
+        return found
+
+    def _completions(
+        self, prompts: list[Any], samples: int, sampling: dict[str, Any]
+    ) -> list[Completion] | Instead:
+        rollout = self._complete(prompts, samples, sampling)
+        return rollout if isinstance(rollout, Instead) else rollout.completions
 
     def run_agents(
         self, rows: list[dict[str, Any]], samples: int, sampling: dict[str, Any]
@@ -214,10 +246,10 @@ class FleetClient:
             self._turn = window, 0
         return {"policy": windows.policy_of(window), "number": windows.number_of(*self._turn)}
 
-    def _in_shape(self, prompts: list[Prompt], n: int, rollout: Rollout) -> dict[str, Any]:
+    def _in_shape(self, prompts: list[Prompt], n: int, completions: list[Completion]) -> dict[str, Any]:
         """Convert completions to the form of a server's answer."""
         end = [self._trainer.eos_token_ids[0]]
-        received = iter(rollout.completions)
+        received = iter(completions)
         completion_ids, logprobs = list[list[int]](), list[list[float | None]]()
         for prompt in (prompt for prompt in prompts for _ in range(n)):
             completion = None if prompt is NO_PROMPT else next(received)

@@ -62,8 +62,8 @@ Overridden, in the order in which TRL calls them, with the object that does the 
     GRPOTrainer.evaluate(eval_dataset, ignore_keys, metric_key_prefix): random_state_kept
         The random state is restored. Else: an interrupted evaluation changes the steps after it.
     GRPOTrainer.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix):
-            evaluation_calls
-        All prompts are announced to the fleet. Else: an evaluation takes longer.
+            FleetClient.foresee
+        All prompts are announced to the client. Else: an evaluation takes longer.
     GRPOTrainer._save_checkpoint(model, trial): saving, memory
         It saves into a slot of the spool, and what TRL keeps in memory only. Else: a restart is not exact.
 
@@ -77,8 +77,6 @@ Used:
         The value becomes a metric when the present call is scored.
     GRPOTrainer._tokenizer, GRPOTrainer._tokenize_prompts(prompts): `tokenized`
         Its first result is the token ids that a step requests completions of.
-    GRPOTrainer._get_eval_sampler(eval_dataset): evaluation_calls
-        A new sampler gives the order of the loop's own.
     GRPOTrainer._get_output_dir(trial): memory
         TRL's checkpoint is in `checkpoint-STEP` below it.
     GRPOTrainer._load_from_checkpoint(resume_from_checkpoint, model): `load_weights`
@@ -130,7 +128,6 @@ from grpo_orch.tasks.trl.parts.rewards import RewardAccount
 from grpo_orch.tasks.trl.parts.samples import Samples
 from grpo_orch.tasks.trl.parts.tool_turns import CommonTurns
 from grpo_orch.tasks.trl.skipped_prompts import ReplacedPrompts, Walk, draw_epochs_before, walk_of
-from grpo_orch.tasks.trl.windows_ahead import evaluation_calls
 
 # TRL imports vLLM wherever it is installed. The trainer does not use it, and the import would take longer than the
 # rest of a restart.
@@ -442,12 +439,11 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # it has no types
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         is_one_turn = not self.tools and self.rollout_func is None and self.environment_factories is None
         if self.accelerator.is_main_process and self.fleet.foresees and is_one_turn:
-            dataset, samples = dataloader.dataset, self.num_generations_eval
-            ids = self.tokenized([row["prompt"] for row in dataset])
-            sampler = functools.partial(self._get_eval_sampler, dataset)
-            calls = evaluation_calls(ids, sampler, samples, self.accelerator.num_processes, self.args)
-            self.fleet.foresee(calls, samples)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
+            self.fleet.foresee(self.tokenized([row["prompt"] for row in dataloader.dataset]))
+        try:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self.fleet.foresee([])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         save, step = super()._save_checkpoint, self.state.global_step

@@ -5,17 +5,12 @@ round. They are requested together as soon as their policy is published, and are
 staleness of s, round r is sampled from the policy that the trainer has when it begins round r - s; the first
 rounds of a timeline from the policy it starts with. So the content of a window follows from seed, data and
 policies, and never from timing: a restarted trainer requests the same windows or reads them.
-
-An evaluation's calls are foreseen as well, see `evaluation_calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-
-from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import BatchSampler
 
 from grpo_orch.policies.model.vocabulary import PolicyVersion
 from grpo_orch.tasks.completions.rollout_source import Call
@@ -125,30 +120,3 @@ def _round_of(window: int, steps_before: Callable[[int], int]) -> range:
     while steps_before(end) == steps_before(window):
         end += 1
     return range(first, end)
-
-
-def evaluation_calls(
-    prompts: Sequence[list[int]], new_sampler: Callable[[], Any], samples: int, processes: int, args: Any
-) -> list[list[list[int]]]:
-    """Return the prompts of each generate call of an evaluation's loop, as token ids, to request them together.
-
-    TRL makes one generate call after the other, each for `per_device_eval_batch_size` completions: with 8
-    completions of a prompt, 500 prompts would be 500 calls of one prompt, on a fleet that completes hundreds in
-    parallel. This need not know every setting of a loop: a call that differs is completed when it comes.
-
-    Args:
-        prompts: of the whole dataset.
-        new_sampler: returns the loop's sampler, which repeats each prompt `samples` times.
-        args: the trainer's GRPOConfig.
-    """
-    # Each draws the order again, as the loop's own sampler will, from a generator of its own.
-    shards = [
-        BatchSampler(new_sampler(), args.eval_batch_size, args.dataloader_drop_last) for _ in range(processes)
-    ]
-    if processes > 1:  # with one process, accelerate leaves the last batch short
-        even = args.accelerator_config.even_batches
-        shards = [
-            BatchSamplerShard(sampler, processes, index, even_batches=even) for index, sampler in enumerate(shards)
-        ]
-    calls = ([row for batch in batches for row in batch] for batches in zip(*shards, strict=False))
-    return [[prompts[row] for row in rows[::samples]] for rows in calls]

@@ -1,4 +1,8 @@
+<<<<<<< HEAD:tests/tasks/completions/test_foreseen.py
 """Where a trainer's completions come from: foreseen calls are made together."""
+=======
+"""What a trainer's completions cost in time: every turn is measured, once."""
+>>>>>>> 458aa70a (trl: find an evaluation's completions by prompt, not by call):tests/tasks/completions/test_generation_times.py
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ from grpo_orch.tasks.storing.heartbeat import Heartbeat
 from grpo_orch.tasks.storing.step_costs import StepCosts
 
 AT = PolicyVersion(0, 20)
-CALLS = [[[1, 2], [3]], [[4], [5, 6]], [[7]]]
 SAMPLES = 2
 
 
@@ -65,6 +68,7 @@ def store(tmp_path: Path) -> Store:
     return Store((tmp_path / "store").as_uri())
 
 
+<<<<<<< HEAD:tests/tasks/completions/test_foreseen.py
 def test_concurrent_calls_equal_separate_ones(tmp_path: Path, store: Store) -> None:
     alone, gateway = Gateway(), Gateway()
     one_by_one = source(Store((tmp_path / "other").as_uri()), alone)
@@ -107,3 +111,52 @@ def test_the_next_evaluation_of_a_step_has_calls_of_its_own(store: Store) -> Non
         found.append([asked(rollouts, prompts) for prompts in CALLS])
     assert len(gateway.batches) == 2
     assert found[0] != found[1]
+=======
+def test_nodes_time_before_the_trainers_own_turn_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait is taken off what came after that turn."""
+    now_s = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    class Nodes(Gateway):
+        """They work, are lost, and come again."""
+
+        def complete(self, batch: Batch) -> Generated:
+            now_s[0] += 0.1 if self.batches else 0.4
+            made = super().complete(batch)
+            if len(self.batches) == 1:
+                raise TrainerMustGenerate
+            return Generated(made.completions, 0, wait_s=0.3)
+
+    costs = StepCosts()
+    rollouts = source(store, Nodes(), costs)
+    with pytest.raises(TrainerMustGenerate):
+        asked(rollouts, [[1]], training=True)
+    asked(rollouts, [[1]], training=True)
+    told = costs.take()
+    assert told[WAIT_S] == told[UNSERVED_S] == 0.3
+    assert told[STALENESS] == 0
+    assert told[GENERATE_NODE_S] == told[GENERATE_S] == pytest.approx(0.4 + 0.1 - 0.3)
+
+
+class Comes(Gateway):
+    """Has no node for what is begun, and has one when the trainer waits for it."""
+
+    def complete_in_background(self, *_: object) -> Generated:
+        raise NoNodeServing([], [], 0, 0.0)
+
+    def resume(self, *_: object) -> None: ...
+
+    def complete(self, batch: Batch) -> Generated:
+        time.sleep(0.3)
+        return super().complete(batch)
+
+
+def test_time_of_an_unmade_begun_call_counts_once(store: Store) -> None:
+    costs = StepCosts()
+    rollouts = source(store, Comes(), costs)
+    sampling = {"temperature": 1.0}
+    rollouts.begin([Call(AT, 0, AT, [[1, 2]], SAMPLES, sampling)], lambda _: PolicyRef(str(AT), "p"))
+    began_s = time.monotonic()
+    asked(rollouts, [[1, 2]], training=True)
+    assert 0.3 <= costs.generated_s <= time.monotonic() - began_s
+>>>>>>> 458aa70a (trl: find an evaluation's completions by prompt, not by call):tests/tasks/completions/test_generation_times.py
