@@ -22,15 +22,14 @@ class EvaluationResult:
     """One policy's scores, column by column, in the order of the dataset's rows.
 
     Written by the evaluator after the policy's samples; its presence means that they are complete. `scores` are by
-    reward function, None without a score; `weights` are the functions' weights in training; `judged_by` is the
-    function that gave the `verdicts` (`policies.evaluation.judging`); `readable_by` the one that decided whether
-    an answer is readable, "" if none did.
+    reward function, None without a score; `judged_by` is the function that gave the `verdicts`
+    (`policies.evaluation.judging`); `readable_by` the one that decided whether an answer is readable, "" if none
+    did.
     """
 
     schema: int
     subject: str
     scores: dict[str, list[float | None]]
-    weights: dict[str, float]
     judged_by: str
     readable_by: str
     verdicts: list[str]

@@ -99,8 +99,7 @@ def _evaluate_each(
     heartbeat: Heartbeat,
     leaving: Leaving,
 ) -> None:
-    from grpo_orch.tasks.evaluating.assemble_evaluator import assemble_evaluator
-    from grpo_orch.tasks.evaluating.scoring import evaluate, refuse_other_rows
+    from grpo_orch.tasks.evaluating.assemble_evaluator import assemble_evaluator, evaluate, refuse_other_rows
     from grpo_orch.tasks.storing.restoring import restore_weights
     from grpo_orch.tasks.storing.step_costs import StepCosts
     from grpo_orch.tasks.trainer.start import Start

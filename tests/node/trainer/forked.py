@@ -26,7 +26,6 @@ FORKED = frozenset({TRAINER, EVALUATOR, UPLOADER})
 IMPORTED = (
     "grpo_orch.tasks.trainer.assemble",
     "grpo_orch.tasks.evaluating.assemble_evaluator",
-    "grpo_orch.tasks.evaluating.scoring",
     "grpo_orch.tasks.evaluating.evaluator",
     UPLOADER,
     "transformers.models.llama.modeling_llama",

@@ -72,9 +72,7 @@ def stored(parent: Store, subjects: list[str], problems: Dataset) -> Store:
         verdicts = ["correct"] * right + ["wrong"] * 20 + ["unreadable"] * (80 - right)
         scores: list[float | None] = [1.0 if one == "correct" else 0.0 for one in verdicts]
         columns, tokens = {"right": scores}, [7] * len(scores)
-        made_of = EvaluationResult(
-            SCHEMA, subject, columns, {"right": 1.0}, "right", "right", verdicts, tokens, cut=3
-        )
+        made_of = EvaluationResult(SCHEMA, subject, columns, "right", "right", verdicts, tokens, cut=3)
         evaluations.evaluated(subject).write(store, made_of)
     return store
 
@@ -220,7 +218,7 @@ def evaluation(parent: Store, *steps: str, rows: int) -> tuple[Store, Evaluation
 def finish(store: Store, begun: Evaluation) -> None:
     """As its evaluator and its daemon do in the end."""
     for one in begun.subjects:
-        found = EvaluationResult(SCHEMA, one.name, {"r": [1.0]}, {"r": 1.0}, "r", "", ["correct"], [1], cut=0)
+        found = EvaluationResult(SCHEMA, one.name, {"r": [1.0]}, "r", "", ["correct"], [1], cut=0)
         evaluations.evaluated(one.name).write(store, found)
     unpin(begun)
 
