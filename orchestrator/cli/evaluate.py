@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,63 +72,68 @@ VERDICT_LABELS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What is shown of a policy, or of the difference between two; None for a reward without any score."""
+
+    shares: dict[Verdict, Estimate]
+    rewards: dict[str, Estimate | None]
+    tokens: Estimate | None
+
+
 def results_table(results: Sequence[EvaluationResult]) -> Table:
     """Return a table of shares and mean rewards; the last column is the last policy minus the first."""
-    has_difference = len(results) > 1
-    title = f"greedy, {len(results[0].verdicts)} problems, 95 % intervals"
-    subjects = [result.subject for result in results]
-    table = Table("", *subjects, *(["difference"] if has_difference else []), title=title)
+    headers, columns = [result.subject for result in results], [(_of_policy(result), "") for result in results]
+    if len(results) > 1:
+        headers.append("difference")
+        columns.append((_difference(results[0], results[-1]), "+"))
+    table = Table("", *headers, title=f"greedy, {len(results[0].verdicts)} problems, 95 % intervals")
     for verdict in _verdicts(results):
         label = VERDICT_LABELS[verdict] if verdict is not Verdict.WRONG or results[0].readable_by else "wrong"
-        counts = [(result.verdicts.count(verdict), len(result.verdicts)) for result in results]
-        cells = [_percent(intervals.share(count, total)) for count, total in counts]
-        if has_difference:
-            cells.append(_percent(_share_difference(results[0], results[-1], verdict), signed=True))
-        table.add_row(label, *cells)
+        table.add_row(label, *(_percent(found.shares[verdict], sign) for found, sign in columns))
     table.add_section()
     for name in results[0].scores:
-        cells = [_number(_mean_score(result.scores[name])) for result in results]
-        if has_difference:
-            cells.append(_number(_mean_difference(results[0].scores[name], results[-1].scores[name]), signed=True))
-        table.add_row(name, *cells)
+        table.add_row(name, *(_number(found.rewards[name], sign) for found, sign in columns))
     table.add_section()
-    lengths = [[float(tokens) for tokens in result.tokens] for result in results]
-    cells = [_number(intervals.mean(tokens)) for tokens in lengths]
-    if has_difference:
-        cells.append(_number(intervals.means_apart(lengths[0], lengths[-1]), signed=True))
-    table.add_row("tokens", *cells)
-    table.add_row("cut off", *(f"{result.cut}" for result in results), *([""] if has_difference else []))
+    table.add_row("tokens", *(_number(found.tokens, sign) for found, sign in columns))
+    table.add_row("cut off", *(f"{result.cut}" for result in results))
     return table
 
 
 def results_json(results: Sequence[EvaluationResult], store: str) -> dict[str, Any]:
     """Return the results as JSON data; shares are from 0 to 1."""
+    first, last = results[0], results[-1]
     document: dict[str, Any] = {
         "store": store,
-        "problems": len(results[0].verdicts),
-        "judged_by": results[0].judged_by,
-        "readable_by": results[0].readable_by,
-        "policies": {result.subject: _policy(result) for result in results},
+        "problems": len(first.verdicts),
+        "judged_by": first.judged_by,
+        "readable_by": first.readable_by,
+        "policies": {result.subject: {**asdict(_of_policy(result)), "cut": result.cut} for result in results},
     }
     if len(results) > 1:
-        document["difference"] = _difference(results[0], results[-1])
+        document["difference"] = {"of": [first.subject, last.subject], **asdict(_difference(first, last))}
     return document
 
 
-def _policy(result: EvaluationResult) -> dict[str, Any]:
+def _of_policy(result: EvaluationResult) -> Estimates:
     count = len(result.verdicts)
-    return {
-        "shares": {verdict: asdict(intervals.share(result.verdicts.count(verdict), count)) for verdict in Verdict},
-        "rewards": {name: _plain(_mean_score(scores)) for name, scores in result.scores.items()},
-        "tokens": asdict(intervals.mean([float(tokens) for tokens in result.tokens])),
-        "cut": result.cut,
-    }
+    return Estimates(
+        shares={verdict: intervals.share(result.verdicts.count(verdict), count) for verdict in Verdict},
+        rewards={name: intervals.mean(scores) for name, scores in result.scores.items()},
+        tokens=intervals.mean(result.tokens),
+    )
 
 
-def _difference(first: EvaluationResult, last: EvaluationResult) -> dict[str, Any]:
-    rewards = {name: _plain(_mean_difference(first.scores[name], last.scores[name])) for name in first.scores}
-    shares = {verdict: asdict(_share_difference(first, last, verdict)) for verdict in Verdict}
-    return {"of": [first.subject, last.subject], "shares": shares, "rewards": rewards}
+def _difference(first: EvaluationResult, last: EvaluationResult) -> Estimates:
+    def share_difference(verdict: Verdict) -> Estimate:
+        before, after = ([found == verdict for found in result.verdicts] for result in (first, last))
+        return intervals.shares_apart(before, after)
+
+    return Estimates(
+        shares={verdict: share_difference(verdict) for verdict in Verdict},
+        rewards={name: intervals.means_apart(first.scores[name], last.scores[name]) for name in first.scores},
+        tokens=intervals.means_apart(first.tokens, last.tokens),
+    )
 
 
 def _verdicts(results: Sequence[EvaluationResult]) -> list[Verdict]:
@@ -140,36 +145,14 @@ def _verdicts(results: Sequence[EvaluationResult]) -> list[Verdict]:
     return [*verdicts, *([Verdict.UNSCORED] if Verdict.UNSCORED in found else [])]
 
 
-def _share_difference(first: EvaluationResult, last: EvaluationResult, verdict: Verdict) -> Estimate:
-    before, after = ([found == verdict for found in result.verdicts] for result in (first, last))
-    return intervals.shares_apart(before, after)
-
-
-def _mean_score(scores: Sequence[float | None]) -> Estimate | None:
-    present = [score for score in scores if score is not None]
-    return intervals.mean(present) if present else None
-
-
-def _mean_difference(before: Sequence[float | None], after: Sequence[float | None]) -> Estimate | None:
-    """Return the difference of the means over problems with a score on both sides."""
-    pairs = [(a, b) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
-    return intervals.means_apart([a for a, _ in pairs], [b for _, b in pairs]) if pairs else None
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else asdict(estimate)
-
-
-def _percent(estimate: Estimate, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
+def _percent(estimate: Estimate, sign: str) -> str:
     low, high = 100 * estimate.low, 100 * estimate.high
     return f"{100 * estimate.value:{sign}.1f} % ({low:{sign}.1f} to {high:{sign}.1f})"
 
 
-def _number(estimate: Estimate | None, *, signed: bool = False) -> str:
+def _number(estimate: Estimate | None, sign: str) -> str:
     if estimate is None:
         return UNKNOWN_TEXT
-    sign = "+" if signed else ""
     return f"{estimate.value:{sign}.3f} ({estimate.low:{sign}.3f} to {estimate.high:{sign}.3f})"
 
 

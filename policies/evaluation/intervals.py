@@ -47,24 +47,28 @@ def shares_apart(before: Sequence[bool], after: Sequence[bool]) -> Estimate:
     return Estimate(value, max(-1.0, value - below), min(1.0, value + above))
 
 
-def mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of at least one value.
+def mean(values: Sequence[float | None]) -> Estimate | None:
+    """Return the mean of the values that are not None; None if all are.
 
     Uses the interval of the central limit theorem, as in arXiv:2411.00640, section 2.1. For a single value the
     interval has no width, because the variance is unknown.
     """
-    count = len(values)
-    middle = math.fsum(values) / count
+    present = [value for value in values if value is not None]
+    count = len(present)
+    if not count:
+        return None
+    middle = math.fsum(present) / count
     if count == 1:
         return Estimate(middle, middle, middle)
-    variance = math.fsum((value - middle) ** 2 for value in values) / (count - 1)
+    variance = math.fsum((value - middle) ** 2 for value in present) / (count - 1)
     half = Z * math.sqrt(variance / count)
     return Estimate(middle, middle - half, middle + half)
 
 
-def means_apart(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """Return the mean of the paired differences (arXiv:2411.00640, section 4.2), for at least one sample."""
-    return mean([new - old for new, old in zip(after, before, strict=True)])
+def means_apart(before: Sequence[float | None], after: Sequence[float | None]) -> Estimate | None:
+    """Return the mean of the paired differences (arXiv:2411.00640, section 4.2), over pairs without a None."""
+    pairs = zip(before, after, strict=True)
+    return mean([new - old for old, new in pairs if old is not None and new is not None])
 
 
 def _correlation(both: int, gained: int, lost: int, neither: int) -> float:

@@ -61,7 +61,16 @@ def test_shared_samples_narrow_the_difference_interval() -> None:
 def test_means_are_paired_too() -> None:
     before = [0.0, 1.0, 2.0, 3.0]
     after = [0.5, 1.5, 2.5, 3.6]
-    assert intervals.mean(before).value == 1.5
-    assert intervals.mean(before).low == pytest.approx(1.5 - 1.959964 * (5 / 3 / 4) ** 0.5)
-    assert intervals.means_apart(before, after).low > 0.4
+    alone, apart = intervals.mean(before), intervals.means_apart(before, after)
+    assert alone is not None
+    assert (alone.value, alone.low) == pytest.approx((1.5, 1.5 - 1.959964 * (5 / 3 / 4) ** 0.5))
+    assert apart is not None
+    assert apart.low > 0.4
     assert intervals.mean([2.0]) == intervals.Estimate(2.0, 2.0, 2.0)
+
+
+def test_values_that_are_missing_are_in_no_mean() -> None:
+    assert intervals.mean([None, None]) is None
+    assert intervals.mean([None, 1.0, 2.0]) == intervals.mean([1.0, 2.0])
+    assert intervals.means_apart([None, 1.0, 2.0], [5.0, None, 4.0]) == intervals.Estimate(2.0, 2.0, 2.0)
+    assert intervals.means_apart([None], [1.0]) is None
