@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import selectors
 import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,7 +21,6 @@ from typing import Any, Literal
 import psutil
 
 START_S = 300.0  # for imports on a busy machine, which do not count against a sample
-AT_ONCE = 32  # samples sent in one write: single writes would take half the time of a cheap function
 WORKERS_MAX = 8
 READ_BYTES = 1 << 16
 
@@ -63,32 +60,28 @@ class Limits:
 @dataclass(slots=True, eq=False)
 class _Worker:
     process: subprocess.Popen[bytes]
-    pending: deque[int] = field(default_factory=deque)  # indices of samples sent but not answered, in order
+    sample: int | None = None  # index of the sample that it scores
     is_ready: bool = False
-    started_at_s: float = field(default_factory=time.monotonic)  # of the first pending sample
+    started_at_s: float = field(default_factory=time.monotonic)  # of its sample
     started_at_cpu_s: float = 0.0
     partial_line: bytearray = field(default_factory=bytearray)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.pending) or not self.is_ready
+        return self.sample is not None or not self.is_ready
 
     @property
     def stdout(self) -> int:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
-    def send(self, indices: Sequence[int], samples: Sequence[str]) -> None:
-        """Send an idle worker its next samples. It reads them all before it starts the first."""
+    def send(self, index: int, sample: str) -> None:
+        """Send an idle worker its next sample, and no further one: a program in a sandbox could read it."""
         assert self.process.stdin is not None
-        self.pending.extend(indices)
-        self.begin()
-        with contextlib.suppress(BrokenPipeError):  # its output ends as well, which `lines` reports
-            self.process.stdin.write(f"[{','.join(samples[index] for index in indices)}]\n".encode("ascii"))
+        self.sample, self.started_at_s, self.started_at_cpu_s = index, time.monotonic(), self._cpu_s()
+        with contextlib.suppress(BrokenPipeError):  # its output ends as well, which `line` reports
+            self.process.stdin.write(f"{sample}\n".encode("ascii"))
             self.process.stdin.flush()
-
-    def begin(self) -> None:
-        self.started_at_s, self.started_at_cpu_s = time.monotonic(), self._cpu_s()
 
     def left_s(self, limits: Limits) -> float:
         """Return the seconds until a limit expires."""
@@ -97,17 +90,16 @@ class _Worker:
             return wall_s
         return min(wall_s, limits.cpu_s - (self._cpu_s() - self.started_at_cpu_s))
 
-    def lines(self) -> list[bytes] | None:
-        """Read available lines. Returns None if the worker has ended."""
+    def line(self) -> bytes | None:
+        """Read what the worker has written: its line, empty until it is whole. Returns None if it has ended."""
         received = os.read(self.stdout, READ_BYTES)
         if not received:
             return None
-        if b"\n" not in received:  # part of a long line: avoids copying it with each part
-            self.partial_line += received
-            return []
-        *lines, rest = (self.partial_line + received).split(b"\n")
-        self.partial_line = bytearray(rest)
-        return [bytes(line) for line in lines]
+        self.partial_line += received
+        if not received.endswith(b"\n"):
+            return b""
+        line, self.partial_line = bytes(self.partial_line), bytearray()
+        return line
 
     def kill(self) -> str:
         """Kill the worker and its descendants. Returns the last line of its stderr, or how it had ended."""
@@ -131,28 +123,20 @@ class _Worker:
         # The CPU clock of another process, computed from its id like clock_getcpuclockid(3).
         try:
             return time.clock_gettime((~self.process.pid << 3) | 2)
-        except OSError:  # it has ended, which `lines` reports
+        except OSError:  # it has ended, which `line` reports
             return self.started_at_cpu_s
 
 
 class Pool:
     """Workers of one kind. They start with the first samples, and stay for later calls."""
 
-    def __init__(
-        self,
-        start: Callable[[], subprocess.Popen[bytes]],
-        workers: int | None = None,
-        at_once: int = AT_ONCE,
-    ) -> None:
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         """Args:
         start: starts a worker in its own session, with pipes as stdin and stdout. The worker writes `null` once
-            ready, or an error text. It reads lists of samples, and answers each sample by [ending, value, why].
-        workers: number of workers; None for half of the cores available to this process.
-        at_once: samples sent to a worker in one write.
+            ready, or an error text. It answers each line, a sample, by [ending, value, why].
         """
         self._start = start
-        self._count = workers or _share_of_cores()
-        self._at_once = at_once
+        self._count = _share_of_cores()
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -164,7 +148,7 @@ class Pool:
             try:
                 return self._map(encoded, limits)
             except BaseException:
-                self._end_all()  # pending samples would be answered in the next call
+                self._end_all()  # a sample under way would be answered in the next call
                 raise
 
     def close(self) -> None:
@@ -174,49 +158,43 @@ class Pool:
 
     def _map(self, samples: list[str], limits: Limits) -> list[Answer]:
         answers: dict[int, Answer] = {}
-        todo = deque(range(len(samples)))
+        todo = enumerate(samples)
         for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
-            self._lose(worker, "", answers, todo)  # killed since the last call, which is not a sample's fault
+            self._lose(worker, "", answers)  # killed since the last call, which is not a sample's fault
         while len(answers) < len(samples):
             while len(self._workers) < min(self._count, len(samples) - len(answers)):
-                self._add()
+                worker = _Worker(self._start())
+                self._workers.append(worker)
+                self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
             for worker in self._workers:
-                if worker.is_ready and not worker.pending and todo:
-                    count = min(self._at_once, math.ceil(len(todo) / len(self._workers)))
-                    worker.send([todo.popleft() for _ in range(count)], samples)
-            self._receive(limits, answers, todo)
+                if not worker.is_busy and (numbered := next(todo, None)) is not None:
+                    worker.send(*numbered)
+            self._receive(limits, answers)
         return [answers[index] for index in range(len(samples))]
 
-    def _receive(self, limits: Limits, answers: dict[int, Answer], todo: deque[int]) -> None:
+    def _receive(self, limits: Limits, answers: dict[int, Answer]) -> None:
         busy = [worker for worker in self._workers if worker.is_busy]
         left_s = min(worker.left_s(limits) for worker in busy)
         for key, _ in self._selector.select(max(0.0, left_s)):
             worker: _Worker = key.data
-            lines = worker.lines()
-            if lines is None:
-                self._lose(worker, "", answers, todo)
-                continue
-            for line in lines:
+            line = worker.line()
+            if line is None:
+                self._lose(worker, "", answers)
+            elif line:
                 _take(worker, json.loads(line), answers)
         for worker in busy:
             if worker in self._workers and worker.is_busy and worker.left_s(limits) <= 0.0:
-                self._lose(worker, "it exceeded its time limit", answers, todo)
+                self._lose(worker, "it exceeded its time limit", answers)
 
-    def _lose(self, worker: _Worker, why: str, answers: dict[int, Answer], todo: deque[int]) -> None:
-        """Kill a worker. Its current sample has failed; the other pending ones are queued again."""
+    def _lose(self, worker: _Worker, why: str, answers: dict[int, Answer]) -> None:
+        """Kill a worker. Its sample has failed."""
         self._workers.remove(worker)
         self._selector.unregister(worker.stdout)
         ended = worker.kill()
         if not worker.is_ready:
             raise NoWorker(why or ended)
-        if worker.pending:
-            answers[worker.pending.popleft()] = Answer("failed", reason=why or f"its worker died: {ended}")
-            todo.extendleft(reversed(worker.pending))
-
-    def _add(self) -> None:
-        worker = _Worker(self._start())
-        self._workers.append(worker)
-        self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+        if worker.sample is not None:
+            answers[worker.sample] = Answer("failed", reason=why or f"its worker died: {ended}")
 
     def _end_all(self) -> None:
         for worker in self._workers:
@@ -226,9 +204,9 @@ class Pool:
 
 
 def _take(worker: _Worker, message: Any, answers: dict[int, Answer]) -> None:
-    if worker.is_ready:
-        answers[worker.pending.popleft()] = Answer(*message)
-        worker.begin()
+    if worker.sample is not None:
+        answers[worker.sample] = Answer(*message)
+        worker.sample = None
     elif message is None:
         worker.is_ready = True
     else:

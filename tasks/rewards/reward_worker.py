@@ -38,8 +38,7 @@ def main(module: str, name: str, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _send(answers, None)
     for line in samples:
-        for arguments in json.loads(line):
-            _send(answers, _answer(function, arguments))
+        _send(answers, _answer(function, json.loads(line)))
 
 
 def _answer(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, float | None, str]:

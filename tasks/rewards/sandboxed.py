@@ -88,8 +88,7 @@ def main() -> None:
     sys.argv[:] = ["completion.py"]
     print("null", flush=True)
     for line in sys.stdin:
-        for sample in json.loads(line):
-            print(json.dumps(["scored", _run_tests(**sample), ""]), flush=True)
+        print(json.dumps(["scored", _run_tests(**json.loads(line)), ""]), flush=True)
 
 
 def _run_tests(program: str, tests: list[dict[str, str]], limits: dict[str, int]) -> list[dict[str, Any]]:
