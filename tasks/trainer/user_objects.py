@@ -163,22 +163,12 @@ def _load(key: str, import_path: str, workdir: Path) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        hidden = _hidden_by(module_name.partition(".")[0], workdir)
-        raise BadSpec(f"{key}: {import_path}: {first_line(error)}{hidden}") from error
+        raise BadSpec(f"{key}: {import_path}: {first_line(error)}") from error
     except FAULTS as error:  # the user's code may raise anything
         if passes(error) or is_out_of_memory(error):
             raise
         raised = f"{type(error).__name__} was raised as it was imported: {first_line(error)}"
         raise BadSpec(f"{key}: {import_path}: {raised}") from error
-
-
-def _hidden_by(top: str, workdir: Path) -> str:
-    """Return the remedy if a module next to run.yaml has the name of one that was imported before it."""
-    own = next((file for file in (workdir / f"{top}.py", workdir / top / "__init__.py") if file.is_file()), None)
-    imported = getattr(sys.modules.get(top), "__file__", None) or ""
-    if own is None or top not in sys.modules or Path(imported).is_relative_to(workdir):
-        return ""
-    return f"; {own} has the name of another module, {imported or top}: rename it"
 
 
 def _function(key: str, import_path: str, found: Any) -> Callable[..., Any]:

@@ -185,7 +185,6 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     (tmp_path / "my_raising.py").write_text("raise RuntimeError('no key')\n")
     (tmp_path / "my_leaving.py").write_text("import sys; sys.exit(4)\n")
-    (tmp_path / "string.py").write_text("def score(**_): return []\n")
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
@@ -243,7 +242,6 @@ def test_a_call_that_ends_the_process_is_named(tmp_path: Path) -> None:
         ("my_rewards.towers", "my_rewards.towers returned 1000"),
         ("my_raising.one", "my_raising.one: RuntimeError was raised as it was imported: no key"),
         ("my_leaving.one", "my_leaving.one: SystemExit was raised as it was imported: 4"),
-        ("string.score", "string.py has the name of another module, .*string.py: rename it"),
         ("openenv.envs.Echo", "openenv.envs.Echo: No module named 'openenv'"),
     ],
 )
