@@ -22,8 +22,8 @@ from transformers.utils import is_liger_kernel_available
 from grpo_orch.policies.model.spec import RunSpec, generates_itself
 from grpo_orch.policies.sizing.engine import context_problem
 from grpo_orch.tasks.rewards.user_calls import FAULTS, NOT_SCORES, call_alone
+from grpo_orch.tasks.trainer.user_data import EXPECTED, in_one_line, is_chat, shown
 from grpo_orch.tasks.trainer.user_objects import BadSpec, first_line, is_mistake, passes
-from grpo_orch.tasks.trainer.user_prompts import EXPECTED, in_one_line, is_chat, shown
 
 # Two, to detect a function that returns one number for all. A model may generate anything.
 ANSWERS = ("42", "The answer is 42.")

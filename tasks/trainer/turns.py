@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from grpo_orch.policies.model.spec import RunSpec, TrainerSpec
 from grpo_orch.tasks.rewards.user_calls import FAULTS, Rule, guarded_factory, guarded_tool
+from grpo_orch.tasks.trainer.user_data import shown
 from grpo_orch.tasks.trainer.user_objects import (
     BadSpec,
     first_line,
@@ -26,7 +27,6 @@ from grpo_orch.tasks.trainer.user_objects import (
     load_function,
     passes,
 )
-from grpo_orch.tasks.trainer.user_prompts import shown
 
 ENVIRONMENTS = "trainer.environment_factory"
 OF_EVERY_ENVIRONMENT = ("reset", "get_reward")  # TRL calls these; the model may call the other public methods

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,24 @@ from typing import Any
 import datasets
 import numpy
 from datasets.exceptions import DatasetNotFoundError
+from datasets.fingerprint import Hasher
 
-from grpo_orch.policies.model.datasets import FILE_KINDS, bad_line, counts_of, file_kind
+from grpo_orch.policies.model.datasets import (
+    FILE_KINDS,
+    Template,
+    bad_line,
+    counts_of,
+    file_kind,
+    is_import_path,
+    read_template,
+)
 from grpo_orch.policies.model.spec import Dataset, datasets_of
-from grpo_orch.tasks.trainer.user_objects import BadSpec, passes
-from grpo_orch.tasks.trainer.user_prompts import in_one_line, is_chat, prompt_maker
+from grpo_orch.tasks.rewards.user_calls import FAULTS
+from grpo_orch.tasks.trainer.user_objects import BadSpec, load_function, passes
+
+Row = dict[str, Any]
+EXPECTED = "expected a text, or a list of messages, each with `role` and `content`"
+LINE_MAX = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +190,8 @@ def _concatenate(key: str, parts: Mapping[str, datasets.Dataset]) -> datasets.Da
     try:
         return datasets.concatenate_datasets([_cast_null_columns(part, known) for part in parts.values()])
     except (ValueError, TypeError) as error:  # pyarrow's
-        name, types = _conflicting_column(parts)
-        found = ", ".join(f"{kind} in {part_key}" for part_key, kind in types.items())
-        hint = "make it so by a `prompt` function that returns the column, too"
-        raise BadSpec(f"{key}: the column {name} is {found}; expected one type; {hint}") from error
+        hint = "a `prompt` function may return the column, too"
+        raise BadSpec(f"{key}: expected one type of each column; {hint}: {in_one_line(error)}") from error
 
 
 def _cast_null_columns(part: datasets.Dataset, known: Mapping[str, Any]) -> datasets.Dataset:
@@ -197,17 +208,6 @@ def _is_null(feature: Any) -> bool:
     return isinstance(feature, datasets.Value) and feature.dtype == "null"
 
 
-def _conflicting_column(parts: Mapping[str, datasets.Dataset]) -> tuple[str, dict[str, str]]:
-    """Return the first column with several types, and its type in each dataset. Null matches any type."""
-    types: dict[str, dict[str, str]] = {}
-    for part_key, part in parts.items():
-        for name, feature in part.features.items():
-            kind = feature.dtype if isinstance(feature, datasets.Value) else str(feature)
-            if not _is_null(feature):
-                types.setdefault(name, {})[part_key] = kind
-    return next((name, kinds) for name, kinds in types.items() if len(set(kinds.values())) > 1)
-
-
 def _mix_by_weight(rows: datasets.Dataset, sizes: list[int], weights: list[float]) -> datasets.Dataset:
     """Mix the datasets evenly by `weights`. Each row is used at least once; small datasets repeat rows."""
     counts = counts_of(sizes, weights)
@@ -218,3 +218,102 @@ def _mix_by_weight(rows: datasets.Dataset, sizes: list[int], weights: list[float
     positions = [(numpy.arange(count) + 0.5) / count for count in counts]
     order = numpy.argsort(numpy.concatenate(positions), kind="stable")
     return rows.select(numpy.concatenate(indices)[order])
+
+
+# Prompts of rows: by a template, a template in each message of a chat, or the user's function.
+
+
+def prompt_maker(
+    key: str, prompt: str | Sequence[dict[str, str]], rows: datasets.Dataset, workdir: Path
+) -> Callable[[Row, int], Row]:
+    """Return a function of a row and its number that returns the columns to set: `prompt`, and others of the
+    user's function.
+
+    Raises BadSpec naming `key`, as the returned function does.
+    """
+    if isinstance(prompt, str) and is_import_path(prompt):
+        return _by_function(key, prompt, load_function(key, prompt, workdir), rows)
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    try:
+        templates = [read_template(text) for text in texts]
+    except ValueError as error:
+        raise BadSpec(f"{key}: {error}") from error
+    for name in (name for template in templates for name in template.columns):
+        if name not in rows.column_names:
+            raise BadSpec(f"{key}: there is no column {name}; expected one of {', '.join(rows.column_names)}")
+    roles = None if isinstance(prompt, str) else [message["role"] for message in prompt]
+    return _by_templates(key, templates, roles)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of chat messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line. Later lines may have the remedy, as those of `datasets` do."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LINE_MAX else f"{text[:LINE_MAX]}..."
+
+
+def shown(value: Any) -> str:
+    """Return a value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _by_templates(key: str, templates: list[Template], roles: list[str] | None) -> Callable[[Row, int], Row]:
+    def make(row: Row, number: int) -> Row:
+        try:
+            texts = [template.fill(row) for template in templates]
+        except ValueError as error:
+            raise BadSpec(f"{key}: row {number}: {error}") from error
+        if roles is None:
+            return {"prompt": texts[0]}
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        return {"prompt": messages}
+
+    return make
+
+
+def _by_function(
+    key: str, name: str, function: Callable[..., Any], rows: datasets.Dataset
+) -> Callable[[Row, int], Row]:
+    def make(row: Row, number: int) -> Row:
+        argument = dict(row)
+        try:
+            made = function(argument)
+        except FAULTS as error:  # the user's code may raise anything
+            if passes(error):
+                raise
+            raised = f"{name} raised {type(error).__name__}: {in_one_line(error)}"
+            raise BadSpec(f"{key}: {raised}; it was called on row {number}, with {', '.join(argument)}") from error
+        columns = made if isinstance(made, dict) else {"prompt": made}
+        if not (isinstance(prompt := columns.get("prompt"), str) or is_chat(prompt)):
+            wrong = f"{name} returned {shown(made)} for row {number}"
+            raise BadSpec(f"{key}: {wrong}; {EXPECTED}, or a mapping with such a `prompt`")
+        return columns
+
+    first = make(rows[0], 0)
+    # Compared by content: == fails for arrays and NaN.
+    if Hasher.hash(first) != Hasher.hash(make(rows[0], 0)):
+        raise BadSpec(f"{key}: {name} returned two prompts for one row; expected the same, for a restart needs it")
+    expected = _form(first, rows.column_names)
+
+    def make_alike(row: Row, number: int) -> Row:
+        columns = make(row, number)
+        if (found := _form(columns, rows.column_names)) != expected:
+            raise BadSpec(
+                f"{key}: {name} returned {found} for row {number}; expected {expected}, as for the first"
+            )
+        return columns
+
+    return make_alike
+
+
+def _form(columns: Row, known: Sequence[str]) -> str:
+    """Describe what must be the same for all rows: `datasets` takes new columns from the first row."""
+    new = ", ".join(sorted(str(name) for name in columns.keys() - {"prompt", *known}))
+    return f"a {'text' if isinstance(columns['prompt'], str) else 'chat'}{new and f' with {new}'}"

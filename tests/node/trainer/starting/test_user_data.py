@@ -269,7 +269,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ),
         (
             [gsm8k(prompt="{question}"), gsm8k(prompt="my_prompts.splits")],
-            r"the column answer is string in .*\[0\], int64 in .*\[1\]; expected one type",
+            r"expected one type of each column; .*: The features can't be aligned because the key answer ",
         ),
         ([gsm8k(split="train[:0]")], r"gsm8k\.jsonl.* no "),
         ([gsm8k(prompt="my_prompts.mixes")], "mixes returned a chat for row 3; expected a text, as for the first"),
@@ -283,7 +283,7 @@ def test_weights_are_shares_of_the_prompts_and_lose_no_row(folder: Path) -> None
         ([Dataset(path="mixed.jsonl")], "its prompts are of several types; expected texts alone, or chats alone"),
         (
             [Dataset(path="struct.jsonl"), Dataset(path="list.jsonl")],
-            r"the column m is \{'a': .*\} in .*\[0\], List\(.*\) in .*\[1\]; expected one type",
+            r"expected one type of each column; .* m ",
         ),
         ([Dataset(path="holes.jsonl", prompt="{a}")], "prompt: row 1: its a is null; expected a text or a num"),
         ([Dataset(path="lists.jsonl", prompt="{a}")], "prompt: row 0: its a is a list; expected a text or a num"),
