@@ -116,7 +116,7 @@ def _load(import_path: str) -> tuple[Callable[..., Any] | None, str]:
     try:
         function = getattr(importlib.import_module(module), name)
     except BaseException as error:  # noqa: BLE001  # a user's module may raise anything
-        return None, _escape_surrogates(_describe(error))
+        return None, _escape_surrogates(f"{type(error).__name__}: {error}"[:ERROR_CHARS])
     return (function, "") if callable(function) else (None, "it is not a function")
 
 
@@ -242,8 +242,8 @@ class _Keeper:
         if was_stopped:
             return AgentResult(None, "it was ended", output)
         code = os.waitstatus_to_exitcode(self._status or 0)
-        if self._order.run:
-            report = _parse_last_line(last)
+        if self._order.run:  # the last line may be unrelated JSON
+            report = _parse_report(last) if '"reward"' in last else {}
         else:
             report = _parse_report(self._result.decode(errors="replace"))
         if code == 0 and (report or self._order.run):
@@ -274,11 +274,6 @@ def _parse_report(line: str) -> dict[str, Any]:
     if "reward" in report:
         return _check_reward(report["reward"])
     return {"why": report["why"]} if "why" in report else {}
-
-
-def _parse_last_line(line: str) -> dict[str, Any]:
-    """Parse the last line of a command's output, which may be unrelated JSON."""
-    return _parse_report(line) if '"reward"' in line else {}
 
 
 def _escape_surrogates(text: str) -> str:
@@ -362,16 +357,8 @@ def _call(function: Callable[..., Any], order: AgentTask) -> dict[str, Any]:
     except MemoryError:
         return {"why": "MemoryError: it took more memory than trainer.agent.memory_gb"}
     except BaseException as error:  # noqa: BLE001  # a user's function may raise anything
-        with contextlib.suppress(Exception):  # the agent may have closed stderr
-            traceback.print_exc()
-        return {"why": _describe(error)}
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:ERROR_CHARS]
-    except Exception:  # noqa: BLE001  # a user's `__str__`
-        return type(error).__name__
+        traceback.print_exc()
+        return {"why": f"{type(error).__name__}: {error}"}
 
 
 async def _await(result: Any) -> Any:

@@ -131,21 +131,6 @@ def surrogate(*_: Any) -> float:
     raise ValueError("half a pair: \ud800")
 
 
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-def unprintable(*_: Any) -> float:
-    raise Unprintable
-
-
-def closes_and_raises(*_: Any) -> float:
-    sys.stdout.close()
-    sys.stderr.close()
-    raise ValueError("in silence")
-
-
 def forks(*_: Any) -> float:
     """Both processes come to the end."""
     if child := os.fork():

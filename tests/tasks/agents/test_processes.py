@@ -58,8 +58,6 @@ def host_of(
         ("talks", 1.0, ""),
         ("huge", None, "it returned 1e+39; expected a number up to 1e+15 or None"),
         ("surrogate", None, "ValueError: half a pair: \\ud800"),
-        ("unprintable", None, "Unprintable"),
-        ("closes_and_raises", None, "ValueError: in silence"),
         ("forks", 0.75, ""),
     ],
 )

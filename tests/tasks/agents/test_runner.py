@@ -162,22 +162,6 @@ async def test_clock_that_is_set_back_orders_openings_no_less(
     assert before < after
 
 
-@pytest.mark.parametrize(
-    ("agent", "why"),
-    [
-        ("raises", "ValueError: no\nluck"),
-        ("crashes", "it ended with signal 11"),
-        ("text", "it returned '0.5'; expected a finite number or None"),
-    ],
-)
-async def test_failing_agent_costs_its_session(
-    runners: list[AgentRunner], tmp_path: Path, agent: str, why: str
-) -> None:
-    async with serving(tmp_path) as gateway:
-        found = await complete(started(runners, gateway, agent), [{"prompt": "p"}] * 2)
-    assert [(one.reward, one.failed, one.branches) for one in found] == [(None, why, [])] * 2
-
-
 async def test_time_of_the_model_does_not_count(runners: list[AgentRunner], tmp_path: Path) -> None:
     async with serving(tmp_path) as gateway:
 
