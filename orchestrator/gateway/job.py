@@ -16,7 +16,6 @@ from grpo_orch.policies.serving import recovery
 from grpo_orch.policies.serving.wire import Handover
 
 VLLM_DEFAULT_TOKENS = 16
-_INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(slots=True, eq=False)
@@ -24,40 +23,32 @@ class Job:
     """One completion.
 
     Args:
-        body: vLLM's parameters: `prompt` (text or token ids), `seed`, sampling. With a seed, the completion does
-            not depend on the nodes that make it.
+        body: vLLM's parameters: `prompt` (token ids), `seed`, sampling. The completion does not depend on the
+            nodes that make it.
         policy: the label of the policy version that makes the whole completion.
         group: shared by the requests of one prompt, or the turns of one session; they go to the same node while
             that is sensible.
-        prompt_tokens: the prompt's length, or an estimate.
         recovery: "continue" resumes from the tokens that arrived if the parameters allow it; "exact" always
             starts over.
         is_turn: `group` is a session, and the job is one of its turns.
         is_admitted: part of a batch or session that was admitted as a whole; never refused because the queue is
             full.
         prompt_size: bytes of memory that the prompt takes while the job waits; None: that of its token list.
-        keep_text: also keep `text`, `tokens` and `top_logprobs`, at several times the CPU time per event.
 
-    Starting over empties the output, which then grows again. With a seed it becomes the same again on nodes that
-    compute the same last bits.
+    Starting over empties the output, which then grows again. It becomes the same again on nodes that compute the
+    same last bits.
     """
 
     body: dict[str, Any]
     policy: str
     group: Hashable
-    prompt_tokens: int
     recovery: Recovery = "continue"
     is_turn: bool = False
     is_admitted: bool = False
     prompt_size: int | None = None
-    keep_text: bool = False
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of each token
-    text: str = ""
-    tokens: list[str] = field(default_factory=list)  # each token's text, as in vLLM's logprobs
-    top_logprobs: list[dict[str, float]] = field(default_factory=list)  # of each token, if requested
-    prompt_token_ids: Sequence[int] | None = None  # of a text prompt: known from the first event on
     is_waiting: bool = False  # for a place on a member
     handed_over: list[Handover] = field(default_factory=list)  # from nodes that had made some of the tokens
     discarded: int = 0  # tokens that arrived and were thrown away
@@ -67,6 +58,17 @@ class Job:
     refused_by: frozenset[str] = frozenset()  # nodes that do not accept the request
     rebalances: int = 0  # times it was moved to balance the load
     _is_continuable: bool | None = None
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The prompt's token ids."""
+        prompt: Sequence[int] = self.body["prompt"]
+        return prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length."""
+        return len(self.body["prompt"])
 
     @property
     def max_tokens(self) -> int:
@@ -79,17 +81,14 @@ class Job:
         return (
             self.recovery == "continue"
             and bool(self.token_ids)
-            and self.prompt_token_ids is not None
             and len(self.token_ids) < self.max_tokens
             and self._has_continuable_parameters()
-            and (not self.keep_text or self._ends_on_whole_character())
         )
 
     def start_over(self) -> int:
         """Drop the output. Returns the number of tokens lost."""
         lost = len(self.token_ids)
-        self.token_ids, self.logprobs, self.tokens, self.top_logprobs = [], [], [], []
-        self.text = ""
+        self.token_ids, self.logprobs = [], []
         self.handed_over = [replace(handover, tokens=0) for handover in self.handed_over]
         return lost
 
@@ -97,18 +96,6 @@ class Job:
         if self._is_continuable is None:
             self._is_continuable = recovery.can_continue(self.body)
         return self._is_continuable
-
-    def _ends_on_whole_character(self) -> bool:
-        """Return whether the node has sent all text of the tokens that arrived.
-
-        A node holds back an incomplete character, which another node could not know.
-        """
-        return (
-            bool(self.tokens)
-            and bool(self.tokens[-1])
-            and not self.text.endswith(_INCOMPLETE_CHARACTER)
-            and "".join(self.tokens) == self.text
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,20 +39,6 @@ SAFE = frozenset(
         "user",
     }
 )
-# They define the prompt, whose token ids are known once a node has answered, or belong to the whole request.
-_PROMPT = frozenset(
-    {
-        "add_special_tokens",
-        "logprobs",
-        "model",
-        "n",
-        "prompt",
-        "return_token_ids",
-        "seed",
-        "stream",
-        "stream_options",
-    }
-)
 # They count generated tokens; at 0 they do nothing.
 _PENALTIES = frozenset({"frequency_penalty", "presence_penalty"})
 
@@ -62,7 +48,7 @@ def can_continue(body: Mapping[str, Any]) -> bool:
 
     It needs a token limit, from which the remaining tokens follow.
     """
-    known = all(name in SAFE or name in _PROMPT or _is_off(name, value) for name, value in body.items())
+    known = all(name in SAFE or name in ("prompt", "seed") or _is_off(name, value) for name, value in body.items())
     return known and limit_of(body) is not None
 
 

@@ -23,6 +23,7 @@ from grpo_orch.orchestrator.gateway.routing.member_watch import Watch
 from grpo_orch.orchestrator.gateway.surface.gateway_app import Gateway
 from grpo_orch.orchestrator.gateway.surface.listener import HEAD_S, listening
 from grpo_orch.orchestrator.gateway.surface.session_log import SessionLog
+from grpo_orch.policies.model.vocabulary import Recovery
 from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Announce, AnnounceReply, Batch, BatchLine, PolicyRef
@@ -219,18 +220,14 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 _seeds: Iterator[int] = iter(range(1_000_000))
 
 
-def job(*, policy: str = "0-0", group: object = None, **body: Any) -> Job:
+def job(*, policy: str = "0-0", group: object = None, recovery: Recovery = "continue", **body: Any) -> Job:
     """A job whose tokens are its own."""
     seed = next(_seeds)
-    options = {name: body.pop(name) for name in ("recovery", "keep_text") if name in body}
-    whole = {"temperature": 1.0, "max_tokens": 16, "seed": seed, "prompt": [1, 2, 3], **body}
     return Job(
-        body=whole,
+        body={"temperature": 1.0, "max_tokens": 16, "seed": seed, "prompt": [1, 2, 3], **body},
         policy=policy,
         group=seed if group is None else group,
-        prompt_tokens=3,
-        prompt_token_ids=whole["prompt"] if isinstance(whole.get("prompt"), list) else None,
-        **options,
+        recovery=recovery,
     )
 
 

@@ -107,8 +107,7 @@ def texts(tokens: list[int]) -> list[str]:
 
 def prompt_of(body: dict[str, Any]) -> list[int]:
     """The token ids of the prompt or of the messages."""
-    prompt = rendered(body) if "messages" in body else body["prompt"]
-    return list(prompt.encode()) if isinstance(prompt, str) else prompt
+    return rendered(body) if "messages" in body else body["prompt"]
 
 
 def rendered(body: dict[str, Any]) -> list[int]:
@@ -156,19 +155,12 @@ def events(body: dict[str, Any], unequal: str = "") -> Iterator[dict[str, Any]]:
     """vLLM's events for one completion: the first token alone, then STREAM_INTERVAL at a time."""
     prompt = prompt_of(body)
     tokens, logprobs, reason = completion(body, prompt, unequal)
-    shown, count = texts(tokens), len(tokens)
+    count = len(tokens)
     cuts = sorted({0, *range(1, count, STREAM_INTERVAL), count})
     for start, end in pairwise(cuts):
         choice = {
             "index": 0,
-            "text": "".join(shown[start:end]),
-            "logprobs": {
-                "token_logprobs": logprobs[start:end],
-                "tokens": shown[start:end],
-                "top_logprobs": [
-                    {text: value} for text, value in zip(shown[start:end], logprobs[start:end], strict=True)
-                ],
-            },
+            "logprobs": {"token_logprobs": logprobs[start:end]},
             "finish_reason": reason if end == count else None,
             "token_ids": tokens[start:end],
         }

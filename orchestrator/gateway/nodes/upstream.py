@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -32,7 +32,7 @@ SPEED_SHARE = 0.3  # weight of a new measurement in the mean speed
 _HEADER_SAFE = re.compile(r"[\x21-\x7e]*")
 # Parameters that the gateway sets, so a batch or session must not.
 RESERVED = frozenset({"model", "prompt", "seed", "stream", "stream_options", "n", "logprobs", "return_token_ids"})
-EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event of a text prompt has its token ids: a million are 8 MB
+EVENT_SIZE_MAX = 16 * 1024 * 1024  # the first event repeats the prompt: a million tokens are 8 MB
 REFUSAL_SIZE_MAX = 2000  # of an error's text
 # `list` encodes prompts of batches, which are arrays.
 _encode = msgspec.json.Encoder(enc_hook=list).encode
@@ -42,7 +42,6 @@ _TOO_LONG = re.compile(r"(?:maximum context length is |max_tokens=\d+ cannot be 
 RETRYABLE = frozenset({401, 404, 408, 409, 425, 429})  # 4xx, but the node's fault or temporary
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # so that no node's data causes an error later
-C = TypeVar("C")
 
 
 class EngineError(msgspec.Struct, gc=False):
@@ -57,7 +56,7 @@ class _Logprobs(msgspec.Struct, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
-    """What training needs of an event. It costs least to decode."""
+    """What is read of an event. It costs least to decode."""
 
     token_ids: list[Token] | None = None
     logprobs: _Logprobs | None = None
@@ -65,26 +64,14 @@ class _Choice(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
 
 
-class _TextLogprobs(_Logprobs, gc=False):
-    tokens: list[str] = []
-    top_logprobs: list[dict[str, float | None] | None] | None = None
+class _Event(msgspec.Struct, gc=False):
+    """One event of vLLM's `/v1/completions`."""
 
-
-class _TextChoice(_Choice, gc=False):
-    text: str = ""
-    logprobs: _TextLogprobs | None = None
-    prompt_token_ids: list[Token] | None = None
-
-
-class _Event(msgspec.Struct, Generic[C], gc=False):
-    """One event of `/v1/completions`."""
-
-    choices: list[C] = []
+    choices: list[_Choice] = []
     error: EngineError | None = None
 
 
-_read = msgspec.json.Decoder(_Event[_Choice]).decode
-_read_text = msgspec.json.Decoder(_Event[_TextChoice]).decode
+_read = msgspec.json.Decoder(_Event).decode
 
 
 class HandoverReason(StrEnum):
@@ -353,7 +340,7 @@ class Attempt:
         if not (data.startswith(b"data: ") and data.endswith(b"\n\n")):
             return False
         try:
-            event = _read_text(data[6:]) if self.job.keep_text else _read(data[6:])
+            event = _read(data[6:])
         except (msgspec.MsgspecError, ValueError, RecursionError):  # RecursionError: nested too deeply
             return False
         self._apply(event)
@@ -412,7 +399,7 @@ class Attempt:
             if not connecting.cancel() and self._done.done() and connecting.exception() is None:
                 self.link.pool.keep(connecting.result())
 
-    def _apply(self, event: _Event[_Choice] | _Event[_TextChoice]) -> None:
+    def _apply(self, event: _Event) -> None:
         if event.error is not None:
             self._refuse(event.error.code, f"reported {event.error.code}: {event.error.message}")
         elif event.choices:
@@ -420,22 +407,8 @@ class Attempt:
             logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
             if not self._add_tokens(choice.token_ids or [], logprobs):
                 return
-            if isinstance(choice, _TextChoice):
-                self._add_text(choice)
             if choice.finish_reason is not None:
                 self._finish(choice.finish_reason, choice.stop_reason)
-
-    def _add_text(self, choice: _TextChoice) -> None:
-        job = self.job
-        job.text += choice.text
-        if job.prompt_token_ids is None:
-            job.prompt_token_ids = choice.prompt_token_ids
-        if choice.logprobs is not None:
-            job.tokens += choice.logprobs.tokens
-            job.top_logprobs += [
-                {token: value for token, value in (alternatives or {}).items() if value is not None}
-                for alternatives in choice.logprobs.top_logprobs or []
-            ]
 
     def _add_tokens(self, token_ids: list[int], logprobs: list[float | None]) -> bool:
         """Add tokens to the job. Returns False if they are invalid, which ends the attempt."""
@@ -490,10 +463,9 @@ class Attempt:
 
 def _body_of(job: Job) -> dict[str, Any]:
     """Return vLLM's request body, for the whole completion or for the rest after the tokens that arrived."""
-    fixed = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True}
-    logprobs = job.body.get("logprobs") or 0
-    if job.token_ids and job.prompt_token_ids is not None:
-        prompt = [*job.prompt_token_ids, *job.token_ids]
-        body = recovery.remaining_parameters(job.body, len(job.token_ids))
-        return {**body, **fixed, "prompt": prompt, "seed": job.body.get("seed"), "logprobs": logprobs}
-    return {**job.body, **fixed, "logprobs": logprobs}
+    fixed = {"model": MODEL, "stream": True, "n": 1, "return_token_ids": True, "logprobs": 0}
+    if not job.token_ids:
+        return {**job.body, **fixed}
+    prompt = [*job.prompt, *job.token_ids]
+    rest = recovery.remaining_parameters(job.body, len(job.token_ids))
+    return {**rest, **fixed, "prompt": prompt, "seed": job.body["seed"]}

@@ -155,7 +155,7 @@ class BatchRun:
         if request is None:
             return self._orphans.begin(self._batch, key, job_of(self._batch, prompt, group, sample.seed, size))
         self._resumed_tokens += len(request.job.token_ids)
-        request.job.prompt_token_ids = request.job.body["prompt"] = prompt  # the old array will be emptied
+        request.job.body["prompt"] = prompt  # the old array will be emptied
         return request
 
     def _done(self, index: int, request: BatchRequest, task: asyncio.Future[Finished]) -> None:

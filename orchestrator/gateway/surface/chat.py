@@ -43,7 +43,6 @@ class _Rendered(msgspec.Struct):
     token_ids: list[Token]
     sampling_params: _Sampling
     features: dict[str, Any] | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
 
 
 class _Message(msgspec.Struct):
@@ -77,13 +76,11 @@ class Prompt:
         token_ids: of all messages, up to the beginning of the answer.
         max_tokens: the answer's limit: the chat's own, or what the model's context leaves.
         sampling: vLLM's parameters that follow from the chat: the answer's grammar and stop tokens.
-        is_parsed: the answer's text must be parsed, for reasoning or tool calls.
     """
 
     token_ids: list[int]
     max_tokens: int
     sampling: dict[str, Any]
-    is_parsed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +111,7 @@ class Translator:
         sampling: dict[str, Any] = {"structured_outputs": grammar} if grammar else {}
         if params.stop_token_ids:
             sampling["stop_token_ids"] = params.stop_token_ids
-        is_parsed = bool(chat.parameters.tools) or rendered.reasoning_parser_kwargs is not None
-        return Prompt(rendered.token_ids, params.max_tokens, sampling, is_parsed)
+        return Prompt(rendered.token_ids, params.max_tokens, sampling)
 
     async def tokens(self, chat: Chat, messages: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of other messages under the chat's template, without the answer's beginning.
@@ -125,7 +121,7 @@ class Translator:
         document = {**chat.document, "messages": messages, "add_generation_prompt": False}
         return (await self._render(document)).token_ids
 
-    async def answer(self, chat: Chat, prompt: list[int], got: Finished) -> Answer:
+    async def answer(self, chat: Chat, got: Finished) -> Answer:
         """Parse an answer's tokens into a message. Raises ApiError."""
         # vLLM's parsers do not get the token that ended the answer, as in its own server.
         ended = got.finish_reason == "stop" and not isinstance(got.stop_reason, str)
@@ -142,7 +138,11 @@ class Translator:
             choice["logprobs"] = {"content": [{"token_id": token, "logprob": value} for token, value in content]}
         document = {
             "model": MODEL,
-            "generate_response": {"request_id": "answer", "choices": [choice], "prompt_token_ids": prompt},
+            "generate_response": {
+                "request_id": "answer",
+                "choices": [choice],
+                "prompt_token_ids": list(got.job.prompt),
+            },
             "chat_request": chat.document,
         }
         [derendered] = (await self._request(DERENDER, document, _derendered)).choices

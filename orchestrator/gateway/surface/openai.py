@@ -1,4 +1,4 @@
-"""The gateway's OpenAI API: OpenAI clients get completions from the run's nodes.
+"""The gateway's OpenAI API: OpenAI clients get answers to chats from the run's nodes.
 
 A client gets the newest wanted policy or the one that it names; a response header names it. A request below a
 session's path is a turn of it (`orchestrator.gateway.surface.sessions`).
@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from itertools import accumulate, zip_longest
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
@@ -25,11 +24,10 @@ from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface import admission, openai_request
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
 from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator
-from grpo_orch.orchestrator.gateway.surface.openai_request import Chat, ClientRequest
+from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.serving.wire import (
     CHAT,
-    COMPLETIONS,
     HEADER_POLICY,
     HEADER_REQUEST,
     HEADER_SESSION,
@@ -42,6 +40,7 @@ SILENCE_TIMEOUT_S = 600.0
 MODELS = "/v1/models"
 CHECK_S = 1.0
 _encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 
 class OpenAI:
@@ -68,7 +67,6 @@ class OpenAI:
         return [
             web.get(MODELS, self._models),
             web.get(MODELS + "/{model}", self._get_model),
-            web.post(COMPLETIONS, self._completions),
             web.post(CHAT, self._chat),
             web.get(f"{SESSIONS}/{{session}}{MODELS}", self._models),
             web.post(f"{SESSIONS}/{{session}}{CHAT}", self._chat),
@@ -84,12 +82,6 @@ class OpenAI:
             raise ApiError(404, f"the only model is `{MODEL}`", "model", "model_not_found")
         return _json(self._model)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        """Complete a prompt as OpenAI's API does, with or without `stream`."""
-        body = await admission.read(request, admission.OPENAI_SIZE_MAX)
-        policy = self._policy(request)
-        return await self._answer(openai_request.read_completion(body, policy), policy)
-
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat as OpenAI's API does; a turn of a session if the path or `X-Session-ID` names one."""
         chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
@@ -97,14 +89,9 @@ class OpenAI:
         if session is not None:
             return await self._turn(request, chat, admission.name_of("session", session))
         policy = self._policy(request)
-        try:
-            async with asyncio.timeout(SILENCE_TIMEOUT_S):
-                prompt = await self._translator.prompt(chat)
-        except TimeoutError:
-            raise ApiError(504, f"no node rendered the messages within {SILENCE_TIMEOUT_S:g} s") from None
+        prompt = await _within_limit(self._translator.prompt(chat))
         sampling = {**chat.sampling, **prompt.sampling, "max_tokens": prompt.max_tokens}
-        client_request = openai_request.from_chat(chat, prompt.token_ids, sampling, policy)
-        return await self._answer(client_request, policy, is_parsed=prompt.is_parsed)
+        return await self._answer(chat, openai_request.jobs_of(chat, prompt.token_ids, sampling, policy))
 
     async def _turn(self, request: web.Request, chat: Chat, session: str) -> web.Response:
         openai_request.check_turn(chat)
@@ -112,27 +99,22 @@ class OpenAI:
         request_name = "" if header is None else admission.name_of(HEADER_REQUEST, header)
         opening = admission.opening_of(request)
         finished, answer = await self._sessions.request(session, chat, request_name, opening)
-        return _response(ClientRequest([finished.job], chat.parameters, chat), [finished], [answer])
+        return _response(chat, [finished], [answer])
 
-    async def _answer(
-        self, client_request: ClientRequest, policy: str, *, is_parsed: bool = False
-    ) -> web.Response:
-        """Complete and answer a request. `is_parsed`: the text must be parsed to get a message."""
-        chat, jobs = client_request.chat, client_request.jobs
-        answers, is_delivered = list[Answer](), False
+    async def _answer(self, chat: Chat, jobs: list[Job]) -> web.Response:
+        """Complete and answer a chat."""
+        is_delivered = False
         try:
-            finished = await self._complete(jobs, policy)
-            if is_parsed and chat is not None:
-                prompt = list(jobs[0].prompt_token_ids or ())
-                answers = [await self._translator.answer(chat, prompt, completion) for completion in finished]
+            finished = await self._complete(jobs)
+            answers = [await _within_limit(self._translator.answer(chat, completion)) for completion in finished]
             is_delivered = True
         finally:
             tokens = sum(len(job.token_ids) for job in jobs)
             self._ledger.delivered += tokens if is_delivered else 0
             self._ledger.discarded += 0 if is_delivered else tokens
-        return _response(client_request, finished, answers)
+        return _response(chat, finished, answers)
 
-    async def _complete(self, jobs: list[Job], policy: str) -> list[Finished]:
+    async def _complete(self, jobs: list[Job]) -> list[Finished]:
         """Return all completions.
 
         Raises RequestRefused, QueueFull, and ApiError if none makes progress for too long.
@@ -153,7 +135,9 @@ class OpenAI:
                     arrived, progress_at_s = tokens, now_s()
                 elif running and now_s() - progress_at_s >= SILENCE_TIMEOUT_S:
                     failure = next((f"; last failure: {job.last_failure}" for job in jobs if job.last_failure), "")
-                    message = f"no token of policy {policy} arrived within {SILENCE_TIMEOUT_S:g} s{failure}"
+                    message = (
+                        f"no token of policy {jobs[0].policy} arrived within {SILENCE_TIMEOUT_S:g} s{failure}"
+                    )
                     raise ApiError(504, message)
             return [task.result() for task in tasks]
         finally:
@@ -170,6 +154,15 @@ class OpenAI:
         return self._members.wanted.label
 
 
+async def _within_limit(translation: Awaitable[T]) -> T:
+    """Return what a node renders or parses. Raises ApiError if none does for too long."""
+    try:
+        async with asyncio.timeout(SILENCE_TIMEOUT_S):
+            return await translation
+    except TimeoutError:
+        raise ApiError(504, f"no node rendered the messages within {SILENCE_TIMEOUT_S:g} s") from None
+
+
 def error_document(error: ApiError) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
@@ -180,51 +173,44 @@ def _json(document: dict[str, Any], headers: dict[str, str] | None = None) -> we
     return web.Response(body=_encode(document), content_type="application/json", headers=headers)
 
 
-def _response(request: ClientRequest, finished: Sequence[Finished], answers: Sequence[Answer]) -> web.Response:
-    """Return the answer to a request; `answers` are the parsed texts, if any."""
-    policy = request.jobs[0].policy
+def _response(chat: Chat, finished: Sequence[Finished], answers: Sequence[Answer]) -> web.Response:
+    """Return the answer to a chat: a choice for each completion, with its parsed answer."""
+    parameters, job = chat.parameters, finished[0].job
     head = {
-        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
         "model": MODEL,
-        "system_fingerprint": policy,
-        "object": "chat.completion" if request.chat else "text_completion",
+        "system_fingerprint": job.policy,
+        "object": "chat.completion.chunk" if parameters.stream else "chat.completion",
     }
-    pairs = enumerate(zip_longest(finished, answers))
-    choices = [_choice(request, index, completion, answer) for index, (completion, answer) in pairs]
-    if not request.stream:
-        document = {**head, "choices": choices, "usage": _usage(request)}
-        if request.chat and request.include_token_ids:
-            document["prompt_token_ids"] = list(request.jobs[0].prompt_token_ids or ())
-        return _json(document, {HEADER_POLICY: policy})
-    if request.chat:
-        head["object"] = "chat.completion.chunk"
+    pairs = enumerate(zip(finished, answers, strict=True))
+    choices = [_choice(chat, index, completion, answer) for index, (completion, answer) in pairs]
+    if not parameters.stream:
+        document = {**head, "choices": choices, "usage": _usage(finished)}
+        if parameters.return_token_ids:
+            document["prompt_token_ids"] = list(job.prompt)
+        return _json(document, {HEADER_POLICY: job.policy})
     events = [{**head, "choices": [choice]} for choice in choices]
-    if request.include_usage:
-        events.append({**head, "choices": [], "usage": _usage(request)})
+    if parameters.stream_options is not None and parameters.stream_options.include_usage:
+        events.append({**head, "choices": [], "usage": _usage(finished)})
     body = b"".join(b"data: " + _encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
-    headers = {hdrs.CACHE_CONTROL: "no-cache", HEADER_POLICY: policy}
+    headers = {hdrs.CACHE_CONTROL: "no-cache", HEADER_POLICY: job.policy}
     return web.Response(body=body, content_type="text/event-stream", headers=headers)
 
 
-def _choice(request: ClientRequest, index: int, finished: Finished, answer: Answer | None) -> dict[str, Any]:
-    job = request.jobs[index]
-    choice: dict[str, Any] = {"index": index}
-    if request.chat is None:
-        choice["text"] = job.text
-    else:
-        message = {"role": "assistant", "content": job.text} if answer is None else answer.message
-        choice |= {"delta": _delta(message)} if request.stream else {"message": message}
-    choice["finish_reason"] = finished.finish_reason if answer is None else answer.finish_reason
-    choice["stop_reason"] = finished.stop_reason
-    choice["logprobs"] = None
-    if request.has_logprobs:  # those of a session's turn are in the parsed answer
-        is_turn = answer is not None and not job.keep_text
-        choice["logprobs"] = answer.logprobs if answer is not None and is_turn else _logprobs(request, job)
-    if request.include_token_ids:
+def _choice(chat: Chat, index: int, finished: Finished, answer: Answer) -> dict[str, Any]:
+    parameters = chat.parameters
+    choice: dict[str, Any] = {
+        "index": index,
+        **({"delta": _delta(answer.message)} if parameters.stream else {"message": answer.message}),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": finished.stop_reason,
+        "logprobs": answer.logprobs if parameters.logprobs else None,
+    }
+    if parameters.return_token_ids:
         choice["token_ids"] = finished.token_ids
-        if request.stream or request.chat is None:
-            choice["prompt_token_ids"] = list(job.prompt_token_ids or ())
+        if parameters.stream:
+            choice["prompt_token_ids"] = list(finished.job.prompt)
     return choice
 
 
@@ -235,33 +221,8 @@ def _delta(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _usage(request: ClientRequest) -> dict[str, int]:
-    """Return token counts; each prompt counts once, as in vLLM."""
-    prompt = sum(len(job.prompt_token_ids or ()) for job in request.jobs[:: request.n])
-    completion = sum(len(job.token_ids) for job in request.jobs)
+def _usage(finished: Sequence[Finished]) -> dict[str, int]:
+    """Return token counts; the prompt counts once, as in vLLM."""
+    prompt = len(finished[0].job.prompt)
+    completion = sum(len(choice.token_ids) for choice in finished)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _logprobs(request: ClientRequest, job: Job) -> dict[str, Any]:
-    """Return the tokens' log-probabilities in the endpoint's format."""
-    if request.chat is None:
-        return {
-            "tokens": job.tokens,
-            "token_logprobs": job.logprobs,
-            "top_logprobs": job.top_logprobs,
-            "text_offset": list(accumulate(map(len, job.tokens), initial=0))[:-1],
-        }
-    alternatives = job.top_logprobs or [{} for _ in job.tokens]
-    limit = request.chat.parameters.top_logprobs or 0
-    content = [
-        {
-            **_chat_logprob(token, value),
-            "top_logprobs": [_chat_logprob(*other) for other in others.items()][:limit],
-        }
-        for token, value, others in zip(job.tokens, job.logprobs, alternatives, strict=True)
-    ]
-    return {"content": content}
-
-
-def _chat_logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

@@ -58,9 +58,7 @@ def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size:
         body={**batch.sampling, "prompt": prompt, "seed": seed},
         policy=batch.policy.label,
         group=group,
-        prompt_tokens=len(prompt),
         recovery=batch.recovery,
-        prompt_token_ids=prompt,
         is_admitted=True,
         prompt_size=prompt_size,
     )
@@ -253,7 +251,7 @@ def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
             continue
         saved = _SavedRequest(
             batch,
-            list(job.body["prompt"]),
+            list(job.prompt),
             job.body["seed"],
             job.token_ids,
             job.logprobs,

@@ -445,7 +445,7 @@ class Sessions:
 
     async def _answer(self, turn: _Turn, chat: Chat, finished: Finished) -> Answer:
         """Return the message of a turn, with tool call ids that follow from the turn."""
-        answer = await self._translator.answer(chat, list(turn.prompt), finished)
+        answer = await self._translator.answer(chat, finished)
         calls = answer.message.get("tool_calls")
         if not calls:
             return answer
@@ -551,12 +551,10 @@ def _job(session: _Session, prompt: array[int], parameters: dict[str, Any]) -> J
         body={**parameters, "prompt": prompt},
         policy=session.opened.policy.label,
         group=session.name,
-        prompt_tokens=len(prompt),
         recovery=session.opened.recovery,
         is_turn=True,
         is_admitted=True,
         prompt_size=prompt.itemsize * len(prompt),
-        prompt_token_ids=prompt,
     )
 
 

@@ -13,7 +13,7 @@ from grpo_orch.policies.serving.silence_limits import SilenceLimits
 from grpo_orch.policies.serving.wire import Handover
 from tests.budget import HANG_S
 from tests.rigs.gateway_world import Node, World, check, job, undisturbed
-from tests.stand_ins.fake_vllm import EVENT_STREAM, FOREVER, completion, texts
+from tests.stand_ins.fake_vllm import EVENT_STREAM, FOREVER, completion
 
 
 async def begun(world: World, one: Job, tokens: int = 5) -> tuple[Node, asyncio.Task[Finished]]:
@@ -62,23 +62,6 @@ async def test_a_job_that_cannot_go_on_starts_over(world: World, body: dict[str,
     assert world.nodes[1].asked[0]["prompt"] == [1, 2, 3]
     assert (world.ledger.saved, world.ledger.discarded, one.discarded) == (0, 5, 5)
     assert one.handed_over == [Handover("first", 0)]
-
-
-async def test_text_continues_over_the_seam(world: World) -> None:
-    while texts(undisturbed(one := job(keep_text=True))[0])[4] == "":
-        pass  # the fifth token is half a character
-    got = await cut(world, one)
-    assert one.text == "".join(texts(got.token_ids))
-    assert one.tokens == texts(got.token_ids)
-    assert world.ledger.saved == 5
-
-
-async def test_text_that_was_cut_in_a_character_starts_over(world: World) -> None:
-    while texts(undisturbed(one := job(keep_text=True, prompt="a text"))[0])[4] != "":
-        pass
-    got = await cut(world, one)
-    assert one.text == "".join(texts(got.token_ids))
-    assert (world.ledger.saved, world.ledger.discarded) == (0, 5)
 
 
 async def test_job_that_starts_over_is_made_by_one_node(world: World) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_orch.policies.serving.recovery import can_continue, remaining_parameters
 
-BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
+BODY = {"prompt": [1], "seed": 3, "temperature": 0.7, "max_tokens": 10}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ BODY = {"prompt": [1], "seed": 3, "n": 1, "temperature": 0.7, "max_tokens": 10}
         ({}, True),
         ({"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "logit_bias": {"3": 1}}, True),
         ({"min_tokens": 3, "stop_token_ids": [4], "ignore_eos": True, "allowed_token_ids": [1, 2]}, True),
-        ({"max_completion_tokens": 5, "add_special_tokens": False}, True),
+        ({"max_completion_tokens": 5}, True),
         (
             {"stop": [], "bad_words": None, "structured_outputs": None, "echo": False, "use_beam_search": False},
             True,

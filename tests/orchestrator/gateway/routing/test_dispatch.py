@@ -29,9 +29,7 @@ async def test_long_jobs_move_one_at_a_time_and_new_ones_need_not_wait(
     world: World,
 ) -> None:
     first = await world.node("first", stalls=5)
-    long = [job() for _ in range(3)]
-    for one in long:
-        one.prompt_tokens = 10_000
+    long = [job(prompt=[1] * 10_000) for _ in range(3)]
     asked = [world.ask(one) for one in long]
     await world.until(lambda: all(len(one.token_ids) == 5 for one in long))
     second = await world.node("second", stalls=0)
@@ -112,7 +110,7 @@ async def test_cut_completion_waits_for_a_member_of_its_policy(world: World) -> 
 
 async def test_the_queue_is_bounded(world: World) -> None:
     huge, small, more = job(), job(), job()
-    huge.prompt_tokens = WAITING_SIZE_MAX // TOKEN_SIZE - 3
+    huge.prompt_size = WAITING_SIZE_MAX - 3 * TOKEN_SIZE
     asked = [world.ask(huge), world.ask(small)]
     await world.until(lambda: world.members.places.waiting.count == 2)
     with pytest.raises(

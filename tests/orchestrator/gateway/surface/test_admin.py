@@ -18,13 +18,15 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.orchestrator.home import run_dir
 from grpo_orch.policies.serving.gateway_status import MembershipChange, MemberStatus, State, describe
 from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, POLICY, JoiningNode, Stage
-from grpo_orch.policies.serving.wire import Announce, AnnounceReply, BatchLine
+from grpo_orch.policies.serving.wire import CHAT, Announce, AnnounceReply, BatchLine
 from grpo_orch.tasks.completions.gateway_client import body_of
 from tests.rigs.command_line import Cli
 from tests.rigs.gateway_process import TOKEN, Rig, make_batch
 from tests.rigs.gateway_world import World
-from tests.stand_ins.fake_vllm import FOREVER, completion
+from tests.stand_ins.fake_vllm import FOREVER, completion, prompt_of
 from tests.stand_ins.world import spec
+
+MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 async def test_members_are_listed_with_their_state_and_why(world: World) -> None:
@@ -114,23 +116,24 @@ async def test_every_change_is_remembered_with_its_reason(world: World) -> None:
 
 
 async def test_drained_member_finishes_its_requests_and_leaves(world: World) -> None:
+    await world.node("other", policy="0-9")  # parses the answer
     a = await world.node("a", stalls=9)
-    asking = asyncio.ensure_future(world.http.post("/v1/completions", json={"prompt": [1, 2]}))
+    asking = asyncio.ensure_future(world.http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 16}))
     await world.until(lambda: a.stalled)
     assert (await world.http.post("/members/a/drain")).status_code == 204
-    [listed] = (await world.http.get("/members")).json()["members"]
+    _, listed = (await world.http.get("/members")).json()["members"]
     assert (listed["state"], listed["requests_running"]) == ("draining", 1)
     a.change(stalls=FOREVER)
     assert (await asking).status_code == 200
     await world.until(a.announcing.done)
-    assert (await world.http.get("/members")).json()["members"] == []
+    assert [one["node"] for one in (await world.http.get("/members")).json()["members"]] == ["other"]
 
 
 async def test_removed_member_leaves_at_once_and_its_request_moves(world: World) -> None:
-    tokens, _, reason = completion({"seed": 1, "max_tokens": 20}, [1, 2])
+    body = {"messages": MESSAGES, "seed": 1, "max_tokens": 20, "return_token_ids": True}
+    tokens, _, reason = completion(body, prompt_of(body))
     a = await world.node("a", stalls=9)
-    body = {"prompt": [1, 2], "seed": 1, "max_tokens": 20, "return_token_ids": True}
-    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=body))
+    asking = asyncio.ensure_future(world.http.post(CHAT, json=body))
     await world.until(lambda: a.stalled)
     await world.node("b")
     assert (await world.http.delete("/members/a")).status_code == 204

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_orch.orchestrator.gateway.surface import admission
-from grpo_orch.policies.serving.wire import CHAT, COMPLETIONS, HEADER_POLICY, BatchLine
+from grpo_orch.policies.serving.wire import CHAT, HEADER_POLICY, BatchLine
 from tests.budget import HANG_S, examples
 from tests.rigs.gateway_process import check_complete, hear, make_batch
 from tests.rigs.gateway_world import TOKEN, World, serve
@@ -33,7 +33,6 @@ ENDPOINTS = (
     ("GET", "/members"),
     ("GET", "/events"),
     ("GET", "/v1/models"),
-    ("POST", COMPLETIONS),
     ("POST", CHAT),
     ("POST", ROLLOUTS),
     ("POST", "/members/a"),
@@ -223,7 +222,7 @@ def test_unfinished_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with gateway() as world:
         with monkeypatch.context() as patch:  # what is sent whole afterwards has its time
             patch.setattr(admission, "BODY_S", 0.2)
-            for path in (ROLLOUTS, COMPLETIONS, "/members/a"):
+            for path in (ROLLOUTS, CHAT, "/members/a"):
                 got = answer(world.port, request("POST", path, b"x" * 100)[:-1])
                 assert status_of(got) == 408
         check_serves(world)
@@ -231,7 +230,7 @@ def test_unfinished_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LIMITS = (
     ("/members/a", admission.ANNOUNCE_SIZE_MAX),
-    (COMPLETIONS, admission.OPENAI_SIZE_MAX),
+    (CHAT, admission.OPENAI_SIZE_MAX),
     (ROLLOUTS, admission.BATCH_SIZE_MAX),
 )
 
@@ -256,7 +255,7 @@ def test_body_of_unknown_length_is_read_only_to_the_limit() -> None:
 
 def test_a_compressed_body_is_not_unpacked() -> None:
     with gateway() as world:
-        sent = request("POST", COMPLETIONS, b"\x1f\x8b" + b"\0" * 50, f"{PROOF}Content-Encoding: gzip\r\n")
+        sent = request("POST", CHAT, b"\x1f\x8b" + b"\0" * 50, f"{PROOF}Content-Encoding: gzip\r\n")
         assert status_of(answer(world.port, sent)) == 415
         check_serves(world)
 
@@ -286,8 +285,14 @@ def test_unknown_paths_methods_and_names_are_one_line() -> None:
 BATCH: dict[str, Any] = json.loads(msgspec.json.encode(make_batch("0-0", requests=3)))
 VALID: dict[str, dict[str, Any]] = {
     ROLLOUTS: BATCH,
-    COMPLETIONS: {"prompt": [1, 2], "n": 2, "seed": 3, "max_tokens": 4, "logprobs": 1, "stop": ["a"]},
-    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "top_logprobs": 1, "logprobs": True},
+    CHAT: {
+        "messages": [{"role": "user", "content": "a"}],
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 4,
+        "logprobs": True,
+        "stop": ["a"],
+    },
     "/members/fuzz": {"boot_id": "b", "address": "127.0.0.1:9", "policy": "0-7", "max_requests": 1},
 }
 DEEP = "[" * 9000 + "]" * 9000

@@ -290,15 +290,6 @@ async def test_logprobs_of_a_turn_are_its_tokens(world: World) -> None:
     assert choice["token_ids"] == branch.token_ids[turn.start : turn.end]
 
 
-async def test_parsed_chat_without_a_session_keeps_top_logprobs(world: World) -> None:
-    await world.node("a")
-    body = {"messages": [USER], "reasoning_effort": "high", "logprobs": True, "top_logprobs": 1, "max_tokens": 5}
-    [choice] = (await world.http.post(CHAT, json=body)).json()["choices"]
-    content = choice["logprobs"]["content"]
-    assert len(content) == 5
-    assert all(len(one["top_logprobs"]) == 1 for one in content)
-
-
 async def test_session_sampling_of_tokens_does_not_lift_the_limits(world: World) -> None:
     node = await world.node("a")
     sampling = {"max_completion_tokens": 500, "min_tokens": 50}
@@ -402,8 +393,7 @@ async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypat
 
 
 @pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"stream": True}])
-async def test_chat_without_top_logprobs_gets_none(world: World, more: dict[str, Any]) -> None:
-    """vLLM's completions report the token that was made among the likeliest, its chats only as many as asked."""
+async def test_logprobs_of_a_chat_are_of_its_tokens_alone(world: World, more: dict[str, Any]) -> None:
     await world.node("a")
     body = {"messages": [USER], "logprobs": True, "max_tokens": 5, **more}
     answer = await world.http.post(CHAT, json=body)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from grpo_orch.policies.serving.wire import CHAT
 from tests.rigs.gateway_world import World
-from tests.stand_ins.fake_vllm import completion
+from tests.stand_ins.fake_vllm import completion, prompt_of
 
-BODY: dict[str, Any] = {"prompt": [1, 2, 3], "seed": 6, "max_tokens": 40}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "seed": 6, "max_tokens": 40}
+PROMPT = prompt_of(BODY)
 
 
 async def test_members_are_counted_by_state_and_policy(world: World) -> None:
@@ -26,9 +28,9 @@ async def test_members_are_counted_by_state_and_policy(world: World) -> None:
 
 
 async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) -> None:
-    tokens, _, _ = completion(BODY, BODY["prompt"])
+    tokens, _, _ = completion(BODY, PROMPT)
     a = await world.node("a", stalls=9)
-    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
+    asking = asyncio.ensure_future(world.http.post(CHAT, json=BODY))
     await world.until(lambda: a.stalled)
     await world.node("b")
     a.kill()
@@ -36,7 +38,7 @@ async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) 
     found = await world.numbers()
     assert found["handovers_total{lost}"] >= 1
     assert found["tokens_saved_total{}"] == 9
-    assert found["tokens_replayed_total{}"] == 3 + 9
+    assert found["tokens_replayed_total{}"] == len(PROMPT) + 9
     assert found["tokens_delivered_total{}"] == len(tokens)
     assert found["tokens_discarded_total{}"] == 0
     assert found["requests_total{finished}"] == 1
@@ -44,21 +46,22 @@ async def test_handover_is_counted_with_saved_and_replayed_tokens(world: World) 
     for name in ("first_token", "token", "request"):
         assert found[f"{name}_seconds_count{{}}"] == 1
     assert found["first_token_seconds_sum{}"] <= found["request_seconds_sum{}"]
-    assert found["http_answers_total{/v1/completions,200}"] == 1
+    assert found["http_answers_total{/v1/chat/completions,200}"] == 1
 
 
 async def test_waiting_and_refused_requests_are_counted(world: World) -> None:
-    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=BODY))
+    await world.node("other", policy="0-3")
+    asking = asyncio.ensure_future(world.http.post(CHAT, json=BODY))
     await world.until(lambda: world.members.places.waiting.count == 1)
     found = await world.numbers()
-    assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, 3 * 8)
+    assert (found["requests_waiting{}"], found["waiting_bytes{}"]) == (1, len(PROMPT) * 8)
     asking.cancel()
     await world.until(lambda: world.members.places.waiting.count == 0)
-    assert (await world.http.post("/v1/completions", json={})).status_code == 400
+    assert (await world.http.post(CHAT, json={})).status_code == 400
     assert (await world.http.get("/nowhere")).status_code == 404
     assert (await world.http.get("/metrics", headers={"Authorization": "Bearer no"})).status_code == 401
     found = await world.numbers()
-    assert found["http_answers_total{/v1/completions,400}"] == 1
+    assert found["http_answers_total{/v1/chat/completions,400}"] == 1
     assert found["http_answers_total{unknown,404}"] == 1
     assert found["http_answers_total{unknown,401}"] == 1
     assert found["waiting_bytes{}"] == 0
