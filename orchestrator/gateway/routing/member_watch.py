@@ -6,7 +6,7 @@ Each of these ends attempts; the completer then places their jobs on other membe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
 
 from grpo_orch.orchestrator.gateway.nodes.connection import STALLED_S
@@ -159,8 +159,11 @@ class Balancer:
         self._rebalancing &= held
 
     def _rebalance_policy(self, policy: str) -> None:
-        rows = [row for row in self._members.table.serving(policy) if not row.is_stuck]
+        serving = self._members.table.serving(policy)
+        rows = [row for row in serving if not row.is_stuck]
         running = [row.running for row in rows]
+        if 0 in running:
+            self._clear_stuck(policy, serving)
         most, least = max(running, default=0), min(running, default=0)
         is_even = most - least < 2 and not (most and self._has_slow_member(rows))
         if is_even or self._members.places.has_waiting(policy):
@@ -174,9 +177,15 @@ class Balancer:
             return
         self._rebalancing.add(policy)
         for move in moves:
-            attempt = attempts[move.request]
-            attempt.job.rebalances += 1
-            attempt.fail(NodeFailed(HandoverReason.REBALANCED, f"{move.node} has less load"))
+            _move(attempts[move.request], f"{move.node} has less load")
+
+    def _clear_stuck(self, policy: str, serving: Iterable[Member]) -> None:
+        """Move the request that a stuck member was tried with, because an idle member would finish it sooner."""
+        for row in serving:
+            link = self._members.places.links.get(row.term) if row.is_stuck else None
+            for attempt in list(link.running) if link is not None else ():
+                if _is_movable(attempt, policy):
+                    _move(attempt, "another member is idle")
 
     def _has_slow_member(self, rows: list[Member]) -> bool:
         links = (self._members.places.links.get(row.term) for row in rows)
@@ -218,6 +227,11 @@ class Balancer:
     def _tokens_left(self, attempt: Attempt) -> float:
         limit = attempt.max_tokens
         return tokens_left(len(attempt.job.token_ids), self._members.expected_tokens or limit, limit)
+
+
+def _move(attempt: Attempt, why: str) -> None:
+    attempt.job.rebalances += 1
+    attempt.fail(NodeFailed(HandoverReason.REBALANCED, why))
 
 
 def _is_movable(attempt: Attempt, policy: str) -> bool:

@@ -94,6 +94,21 @@ async def test_working_engine_with_rare_events_is_not_stuck(
     assert world.ledger.handovers_by_reason.keys() == {"silent"}
 
 
+async def test_request_that_tries_a_stuck_member_moves_to_an_idle_one(world: World) -> None:
+    stuck, busy = await world.node("stuck", stalls=0), await world.node("busy", max_requests=1, stalls=5)
+    link = world.members.places.link(stuck.row)
+    world.members.suspect(link, "no token", whole=True)
+    await world.until(lambda: not stuck.row.is_suspected)
+    first, second = job(), job()
+    asked = [await world.begun(first), world.ask(second)]
+    await world.until(lambda: stuck.running == 1)
+    assert (busy.row.running, second.is_waiting) == (1, False)
+    busy.change(stalls=1000)
+    for one, got in zip((first, second), await asyncio.gather(*asked), strict=True):
+        assert (got.node, got.token_ids) == ("busy", undisturbed(one)[0])
+    assert world.ledger.handovers_by_reason == {"rebalanced": 1}
+
+
 async def test_silent_server_is_unresponsive_though_its_engine_works(world: World) -> None:
     world.limits = Brief
     node = await world.node("a", stalls=5, deaf=True, engine=EngineStats())
