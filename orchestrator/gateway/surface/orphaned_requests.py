@@ -68,7 +68,6 @@ def job_of(batch: Batch, prompt: array[int], group: int, seed: int, prompt_size:
 class _SavedRequest:
     """A request that one gateway saves for the next. Without a finish reason it is still running."""
 
-    batch: Batch  # without its requests
     prompt_token_ids: list[int]
     seed: int
     token_ids: list[int]
@@ -77,6 +76,16 @@ class _SavedRequest:
     finish_reason: str = ""
     node: str = ""
     delivered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedBatch:
+    batch: Batch  # without its requests
+    requests: list[_SavedRequest]
+
+    @property
+    def version(self) -> PolicyVersion:
+        return labelled_version(self.batch.policy.label)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +158,11 @@ class OrphanedRequests:
 
     def save(self, path: Path) -> None:
         """Save all requests for the next gateway. Only logs a warning if that fails."""
-        saved = [request for orphaned in self.batches for request in _saved(orphaned)]
+        saved = [_SavedBatch(replace(one.batch, requests=[]), list(_saved(one))) for one in self.batches]
         try:
             path.write_bytes(msgspec.msgpack.encode(saved))
         except OSError as error:
-            log.warning("requests_save_failed", error=str(error), requests=len(saved))
+            log.warning("requests_save_failed", error=str(error))
             path.unlink(missing_ok=True)
 
     def load(self, path: Path, timeline: int) -> None:
@@ -161,38 +170,36 @@ class OrphanedRequests:
         try:
             age_s, data = time.time() - path.stat().st_mtime, path.read_bytes()
             path.unlink()
-            saved = msgspec.msgpack.decode(data, type=list[_SavedRequest]) if age_s < self.ttl_s else []
+            saved = msgspec.msgpack.decode(data, type=list[_SavedBatch]) if age_s < self.ttl_s else []
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("requests_load_failed", error=str(error))
             return
-        batches: dict[bytes, list[_SavedRequest]] = {}
-        for request in sorted(saved, key=_version):  # the newest policy must be wanted last
-            if _version(request).timeline == timeline:
-                batches.setdefault(msgspec.json.encode(request.batch), []).append(request)
-        for saved_requests in batches.values():
-            batch = saved_requests[0].batch
-            requests = [self._resume(request) for request in saved_requests]
+        for saved_batch in sorted(saved, key=lambda one: one.version):  # the newest policy must be wanted last
+            batch = saved_batch.batch
+            if saved_batch.version.timeline != timeline or not saved_batch.requests:
+                continue
+            requests = [self._resume(batch, request) for request in saved_batch.requests]
             running = sum(not request.task.done() for request in requests)
             self._members.want(batch.policy, 0, batch.recovery)
             self.keep(batch, requests)
             tokens = sum(len(request.job.token_ids) for request in requests)
             log.info("batch_resumed", policy=batch.policy.label, tokens=tokens, running=running)
 
-    def _resume(self, saved: _SavedRequest) -> BatchRequest:
+    def _resume(self, batch: Batch, saved: _SavedRequest) -> BatchRequest:
         prompt = array("I", saved.prompt_token_ids)
         group = group_of(prompt)
-        job = job_of(saved.batch, prompt, group, saved.seed, prompt.itemsize * len(prompt))
+        job = job_of(batch, prompt, group, saved.seed, prompt.itemsize * len(prompt))
         job.handed_over = saved.handed_over
-        key = key_of(saved.batch, msgspec.json.encode(saved.batch.sampling), group, saved.seed)
+        key = key_of(batch, msgspec.json.encode(batch.sampling), group, saved.seed)
         if saved.finish_reason:
             job.token_ids, job.logprobs = saved.token_ids, saved.logprobs
             task: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
             task.set_result(Finished(job, saved.finish_reason, None, saved.node))
             return BatchRequest(key, job, task, saved.delivered)
         self._completer.restore(job, saved.token_ids, saved.logprobs)
-        return self.begin(saved.batch, key, job)
+        return self.begin(batch, key, job)
 
     def _end_after(self, orphaned: OrphanedBatch, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -244,13 +251,11 @@ async def _cancel_and_empty(requests: list[BatchRequest]) -> None:
 
 
 def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
-    batch = replace(orphaned.batch, requests=[])
     for request in orphaned.requests.values():
         job, task = request.job, request.task
         if task.done() and (task.cancelled() or task.exception() is not None):
             continue
         saved = _SavedRequest(
-            batch,
             list(job.prompt),
             job.body["seed"],
             job.token_ids,
@@ -260,7 +265,3 @@ def _saved(orphaned: OrphanedBatch) -> Iterator[_SavedRequest]:
         )
         got = task.result() if task.done() else None
         yield saved if got is None else replace(saved, finish_reason=got.finish_reason, node=got.node)
-
-
-def _version(saved: _SavedRequest) -> PolicyVersion:
-    return labelled_version(saved.batch.policy.label)
