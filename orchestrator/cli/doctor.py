@@ -202,14 +202,8 @@ def print_findings(findings: list[Finding]) -> None:
 # Checks of the run's store: access, rules of the bucket, and completeness of the checkpoints.
 
 # Full weights of 32 billion parameters in bfloat16, published in each of ten steps an hour and deleted after the
-# next: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price.
-DELETED_TB_PER_DAY = 15.4
-USD_PER_GB_MONTH = 0.023
-EXAMPLE = "for a 32B model at ten steps an hour"
-COSTS = (
-    f"{EXAMPLE}, each day of retention keeps {DELETED_TB_PER_DAY:.0f} TB, "
-    f"about {DELETED_TB_PER_DAY * 1000 * USD_PER_GB_MONTH:.0f} $ a month"
-)
+# next: 64 GB x 10 x 24. Deltas are a fraction of it. S3 Standard in us-east-1, list price: 0.023 $/GB.
+COSTS = "for a 32B model at ten steps an hour, each day of retention keeps 15 TB, about 354 $ a month"
 NEEDED = (
     "including those that a run needs: its journal, and the base model that all its checkpoints share; "
     "exclude the run's prefix from that rule"
@@ -282,23 +276,11 @@ def lifecycle(store: Store) -> Iterator[Finding]:
 
 
 def _harmful_rules(rules: BucketRules, bucket: str) -> Iterator[str]:
-    kept_days = max(rules.locked_days, rules.versions_days or 0)
-    if rules.locked_days:
-        locks = f"{bucket!r} locks each object for {rules.locked_days} days"
-        yield f"{locks}: {_at_rest(kept_days)}; use a bucket without object lock"
-    if rules.versioned and rules.versions_days is None:
+    if rules.versioned:
+        how_long = "forever" if rules.versions_days is None else f"for {rules.versions_days} days"
         yield (
-            f"{bucket!r} is versioned and keeps deleted and overwritten objects forever: {COSTS}; "
-            "use a bucket without versions, or add a lifecycle rule with NoncurrentVersionExpiration"
+            f"{bucket!r} is versioned and keeps deleted and overwritten objects {how_long}: {COSTS}; "
+            "use a bucket without versions, or a lifecycle rule with NoncurrentVersionExpiration of one day"
         )
-    elif rules.versioned and not rules.locked_days:
-        yield f"{bucket!r} is versioned and keeps deleted objects for {kept_days} days: {_at_rest(kept_days)}"
-    if rules.expires_days is not None:
-        yield f"{bucket!r} deletes objects after {rules.expires_days} days, {NEEDED}"
-    if rules.archived_days is not None:
-        yield f"{bucket!r} archives objects after {rules.archived_days} days, {NEEDED}"
-
-
-def _at_rest(days: int) -> str:
-    stored_tb = DELETED_TB_PER_DAY * days
-    return f"{EXAMPLE} that is {stored_tb:.0f} TB at rest, {stored_tb * 1000 * USD_PER_GB_MONTH:,.0f} $ a month"
+    for name in rules.removing:
+        yield f"the lifecycle rule {name!r} of {bucket!r} deletes or archives objects, {NEEDED}"

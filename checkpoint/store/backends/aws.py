@@ -127,14 +127,7 @@ def _session(name: str | None) -> Any:
 TIMEOUT_S = 10.0
 _UNREADABLE = ("GLACIER", "DEEP_ARCHIVE")
 # Error codes of a bucket without such a rule, or of a store without support for it.
-_NO_RULE_CODES = {
-    "NoSuchLifecycleConfiguration",
-    "ObjectLockConfigurationNotFoundError",
-    "NotImplemented",
-    "MethodNotAllowed",
-    "501",
-    "405",
-}
+_NO_RULE_CODES = {"NoSuchLifecycleConfiguration", "NotImplemented", "MethodNotAllowed", "501", "405"}
 
 
 class RulesUnknown(StoreError):
@@ -148,16 +141,12 @@ class BucketRules:
     Attributes:
         versioned: old versions stay when an object is deleted or overwritten.
         versions_days: old versions are deleted after this many days; None: never.
-        locked_days: objects and versions cannot be deleted for this many days; 0: no lock.
-        expires_days: all objects are deleted after this many days; None: never.
-        archived_days: objects move after this many days to a storage class that needs hours to read; None: never.
+        removing: names of lifecycle rules that delete objects, or make them unreadable by archiving them.
     """
 
     versioned: bool = False
     versions_days: int | None = None
-    locked_days: int = 0
-    expires_days: int | None = None
-    archived_days: int | None = None
+    removing: tuple[str, ...] = ()
 
 
 def rules_of(url: str, options: Options) -> BucketRules:
@@ -174,20 +163,19 @@ def rules_of(url: str, options: Options) -> BucketRules:
     bucket, prefix = parts.netloc, parts.path.strip("/")
     versioning = _query(client.get_bucket_versioning, bucket)
     lifecycle = _query(client.get_bucket_lifecycle_configuration, bucket)
-    lock = _query(client.get_object_lock_configuration, bucket).get("ObjectLockConfiguration", {})
     rules = [rule for rule in lifecycle.get("Rules", []) if _covers(rule, prefix)]
     version_days = [rule.get("NoncurrentVersionExpiration", {}).get("NoncurrentDays") for rule in rules]
-    object_days = [rule.get("Expiration", {}).get("Days") for rule in rules]
-    moves = [move for rule in rules for move in rule.get("Transitions", ())]
-    archived = [move.get("Days", 0) for move in moves if move.get("StorageClass") in _UNREADABLE]
-    retention = lock.get("Rule", {}).get("DefaultRetention", {})
     return BucketRules(
         versioned=versioning.get("Status") == "Enabled",
         versions_days=min((days for days in version_days if days is not None), default=None),
-        locked_days=int(retention.get("Days", 0)) or 365 * int(retention.get("Years", 0)),
-        expires_days=min((days for days in object_days if days is not None), default=None),
-        archived_days=min(archived, default=None),
+        removing=tuple(str(rule.get("ID", "")) for rule in rules if _removes(rule)),
     )
+
+
+def _removes(rule: Mapping[str, Any]) -> bool:
+    """Whether a lifecycle rule deletes objects, or moves them to a storage class that needs hours to read."""
+    moves = {move.get("StorageClass") for move in rule.get("Transitions", ())}
+    return bool(rule.get("Expiration", {}).keys() & {"Days", "Date"}) or not moves.isdisjoint(_UNREADABLE)
 
 
 def _query(call: Callable[..., Mapping[str, Any]], bucket: str) -> Mapping[str, Any]:
