@@ -152,7 +152,6 @@ MINIMUM: dict[KeyPath, tuple[float, bool]] = {
     ("policies", "boot_timeout_s"): (0, True),
     ("policies", "reward_timeout_s"): (0, True),
     ("policies", "trainer_restarts"): (0, False),
-    ("policies", "min_completion_length"): (1, False),
     ("metrics_port",): (1, False),
     ("budget", "usd"): (0, True),
     ("budget", "usd_per_h"): (0, True),

@@ -172,7 +172,7 @@ RUN_START = "start"  # in a command: the run's start instead of a checkpoint
 TARGET_HINT = "`grpo-orch rollback --to TIMELINE-STEP` forces a target, `--to start` starts over from step 0"
 NOTHING_SMALLER = (
     "memory can only be saved by shorter completions: use `grpo-orch rollback --to latest --set "
-    "max_completion_length=NUMBER`, or set policies.min_completion_length to allow it automatically"
+    "max_completion_length=NUMBER`"
 )
 WHOLE_NUMBER_KEYS = frozenset({"max_completion_length", "max_steps"})  # of the keys that a user may set
 
@@ -279,8 +279,7 @@ def answer_memory(tick: Tick) -> None:
     if checkpoints is None:
         _pause_if_damaged(tick, "the trainer is out of memory")
         return
-    min_length, accumulates = tick.spec.policies.min_completion_length, not fixes_accumulation(tick.spec)
-    changes = changes_to_save_memory(_effective(tick), min_length, accumulates=accumulates)
+    changes = changes_to_save_memory(_effective(tick), accumulates=not fixes_accumulation(tick.spec))
     if changes is None:
         tick.move_run(RunPhase.PAUSED, f"the trainer is out of memory; {NOTHING_SMALLER}")
         return
@@ -486,14 +485,11 @@ GROUP_MIN = 4  # the mean of a smaller group is too noisy
 Changes = dict[str, bool | int | float]
 
 
-def changes_to_save_memory(
-    grpo: Mapping[str, Any], min_completion_length: int | None, *, accumulates: bool = True
-) -> Changes | None:
+def changes_to_save_memory(grpo: Mapping[str, Any], *, accumulates: bool = True) -> Changes | None:
     """Return the next changes of `grpo` that save memory; None if no further change is allowed.
 
-    In order: smaller batches on each device with more accumulation; gradient checkpointing; smaller groups; and
-    shorter completions, down to `min_completion_length`. Where smaller batches change the gradient, checkpointing
-    comes first.
+    In order: smaller batches on each device with more accumulation; gradient checkpointing; smaller groups. Where
+    smaller batches change the gradient, checkpointing comes first.
 
     Args:
         accumulates: whether the accumulation may be changed.
@@ -501,10 +497,7 @@ def changes_to_save_memory(
     pieces, checkpointing = _in_smaller_pieces(grpo) if accumulates else None, _with_checkpointing(grpo)
     exact = (pieces, checkpointing) if pieces_keep_gradient(grpo) else (checkpointing, pieces)
     groups = _with_smaller_groups(grpo) if accumulates else None
-    for changes in (*exact, groups, _with_shorter_completions(grpo, min_completion_length)):
-        if changes is not None:
-            return changes
-    return None
+    return next((changes for changes in (*exact, groups) if changes is not None), None)
 
 
 def _in_smaller_pieces(grpo: Mapping[str, Any]) -> Changes | None:
@@ -544,10 +537,3 @@ def _with_smaller_groups(grpo: Mapping[str, Any]) -> Changes | None:
             before.append(int(value))
     is_possible = group // 2 >= GROUP_MIN and all(value % 2 == 0 for value in before)
     return halved if is_possible else None
-
-
-def _with_shorter_completions(grpo: Mapping[str, Any], min_length: int | None) -> Changes | None:
-    length = int(value_of(grpo, "max_completion_length"))
-    if min_length is None or length <= min_length:
-        return None
-    return {"max_completion_length": max(min_length, length // 2)}

@@ -263,8 +263,6 @@ class PoliciesSpec:
     reward_timeout_s: float = 1800.0
     # How often in a row the trainer may end without one step of progress before the run fails.
     trainer_restarts: int = 5
-    # Running out of memory may halve `grpo.max_completion_length`, down to this. Unset: never.
-    min_completion_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

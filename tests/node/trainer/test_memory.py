@@ -48,7 +48,7 @@ def train(folder: Path, tiny: Path, grpo: dict[str, Any]) -> Trained:
 
 def with_less(grpo: dict[str, Any], times: int) -> dict[str, Any]:
     for _ in range(times):
-        changes = changes_to_save_memory({**GRPO, **grpo}, None)
+        changes = changes_to_save_memory({**GRPO, **grpo})
         assert changes is not None
         grpo = {**grpo, **changes}
     return grpo

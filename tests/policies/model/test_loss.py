@@ -99,61 +99,51 @@ def test_change_without_effect_is_reported(
     assert {text.startswith("nothing") for text in effects(changes, before, 1).values()} == {does_nothing}
 
 
-# what it shows, grpo, min_completion_length, what is changed
-SMALLER: list[tuple[str, dict[str, Any], int | None, dict[str, Any] | None]] = [
-    ("TRL's defaults", {}, None, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+# what it shows, grpo, what is changed
+SMALLER: list[tuple[str, dict[str, Any], dict[str, Any] | None]] = [
+    ("TRL's defaults", {}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     (
         "an odd batch, with its steps for a generation",
         {"per_device_train_batch_size": 9, "gradient_accumulation_steps": 2, "steps_per_generation": 8},
-        None,
         {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 6, "steps_per_generation": 24},
     ),
     (
         "what sets the generation's size stays",
         {"per_device_train_batch_size": 2, "generation_batch_size": 32},
-        None,
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
     ),
     (
         "one at a time: checkpointing",
         {"per_device_train_batch_size": 1, "gradient_checkpointing": False},
-        256,
         {"gradient_checkpointing": True},
     ),
     (
         "bnpo's gradient is the batch's: checkpointing first",
         {"loss_type": "bnpo", "gradient_checkpointing": False},
-        None,
         {"gradient_checkpointing": True},
     ),
     (
         "then it, too",
         {"loss_type": "bnpo"},
-        None,
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
     ),
     (
         "then the group, and as many prompts",
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "generation_batch_size": 32},
-        256,
         {"num_generations": 4, "gradient_accumulation_steps": 8, "generation_batch_size": 16},
     ),
     (
         "no group under four",
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_generations": 4},
         None,
-        None,
     ),
-    ("the length where it is allowed", {"per_device_train_batch_size": 1}, 200, {"max_completion_length": 256}),
 ]
 
 
 @pytest.mark.parametrize("case", SMALLER, ids=[case[0] for case in SMALLER])
-def test_changes_that_save_memory(
-    case: tuple[str, dict[str, Any], int | None, dict[str, Any] | None],
-) -> None:
-    _, grpo, least, changed = case
-    assert changes_to_save_memory(grpo, least) == changed
+def test_changes_that_save_memory(case: tuple[str, dict[str, Any], dict[str, Any] | None]) -> None:
+    _, grpo, changed = case
+    assert changes_to_save_memory(grpo) == changed
 
 
 @pytest.mark.parametrize(
@@ -170,9 +160,8 @@ def test_accumulation_set_in_deepspeed_config_stays(accelerate: dict[str, Any] |
     base = spec()
     assert fixes_accumulation(replace(base, trainer=replace(base.trainer, accelerate=accelerate))) == fixed
     plain = {"gradient_checkpointing": False}
-    assert changes_to_save_memory(plain, None, accumulates=False) == {"gradient_checkpointing": True}
-    assert changes_to_save_memory({}, None, accumulates=False) is None
-    assert changes_to_save_memory({}, 256, accumulates=False) == {"max_completion_length": 256}
+    assert changes_to_save_memory(plain, accumulates=False) == {"gradient_checkpointing": True}
+    assert changes_to_save_memory({}, accumulates=False) is None
 
 
 @given(
@@ -180,10 +169,9 @@ def test_accumulation_set_in_deepspeed_config_stays(accelerate: dict[str, Any] |
     accumulation=st.integers(1, 12),
     group=st.integers(2, 16),
     extra=st.sampled_from([{}, {"steps_per_generation": 12}, {"generation_batch_size": 4 * 48 * 16}]),
-    least=st.none() | st.integers(1, 600),
 )
 def test_objective_stays_until_last_and_then_run_ends(
-    batch: int, accumulation: int, group: int, extra: dict[str, int], least: int | None
+    batch: int, accumulation: int, group: int, extra: dict[str, int]
 ) -> None:
     grpo: dict[str, Any] = {
         "per_device_train_batch_size": batch,
@@ -194,7 +182,7 @@ def test_objective_stays_until_last_and_then_run_ends(
     }
     assert pieces_keep_gradient(grpo)
     for _ in range(40):
-        changes = changes_to_save_memory(grpo, least)
+        changes = changes_to_save_memory(grpo)
         if changes is None:
             break
         before, grpo = grpo, {**grpo, **changes}
@@ -207,10 +195,7 @@ def test_objective_stays_until_last_and_then_run_ends(
             assert of_step[0] == 2 * of_step[1]
         else:
             assert of_step[0] == of_step[1]
-        if "max_completion_length" in changes:
-            assert least is not None
-            assert changes["max_completion_length"] >= least
-    assert changes_to_save_memory(grpo, least) is None
+    assert changes_to_save_memory(grpo) is None
 
 
 def test_defaults_equal_trls() -> None:
