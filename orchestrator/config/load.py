@@ -23,7 +23,7 @@ from grpo_orch.orchestrator.config.foreign_keys import (
     check_resources,
     drop_false_switches,
 )
-from grpo_orch.orchestrator.config.model_size import SizeUnknown
+from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config
 from grpo_orch.orchestrator.config.notices import find_notices
 from grpo_orch.orchestrator.config.problems import ConfigError, Findings, Problem, sort_problems
 from grpo_orch.orchestrator.config.reward_functions import check_rewards
@@ -70,7 +70,8 @@ def load(
     Args:
         path: the file.
         gpus_here: counts this machine's GPUs for a run on the local cloud; may raise DriverFailed.
-        find_size: returns the model's size, to set the machines' disks. Without it disks are left as they are.
+        find_size: returns the model's size and config.json for a run on cloud machines. Without it disks are left
+            as they are, and config.json is read on this machine only. May raise SizeUnknown.
 
     Raises:
         ConfigError: the file is invalid; `problems` lists all problems, in line order.
@@ -83,15 +84,18 @@ def load(
     if "agent" in data["trainer"]:  # sooner or later one of many sessions hangs
         data.setdefault("policies", {}).setdefault("on_bad_reward", "none")
     spec = msgspec.convert({**data, "workdir": str(workdir)}, RunSpec)
-    check_quantised(spec, findings)
+    size = _size_of(spec, find_size)
+    config = (size.config if isinstance(size, ModelSize) else None) or find_config(spec)
+    check_quantised(spec, config, findings)
+    check_lengths(spec, config, findings)
     check_staleness(spec, findings)
     if spec.cloud == "local":
         check_local_gpus(spec, gpus_here, findings)
     if findings.problems:
         raise ConfigError(findings.problems)
-    if find_size is not None:
-        spec = size_disks(spec, find_size, findings)
-    find_notices(spec, findings)
+    if size is not None:
+        spec = size_disks(spec, size, findings)
+    find_notices(spec, config, findings)
     return Loaded(spec, tuple(sort_problems(findings.notices)))
 
 
@@ -123,7 +127,6 @@ def _check(document: Document, workdir: Path, findings: Findings) -> dict[str, A
     data = check_structure(RunSpec, document.data, (), findings)
     _check_foreign_keys(data, findings)
     run_checks(data, findings)
-    check_lengths(data, workdir, findings)
     check_turns(data.get("trainer", {}), workdir, findings)
     check_datasets(data.get("trainer", {}), workdir, findings)
     check_rewards(data, workdir, check_rows(data, workdir, findings), findings)
@@ -146,15 +149,21 @@ DEFAULT_GB = 256  # SkyPilot's (0.14.1)
 FIXED_DISK_CLOUDS = ("kubernetes", "k8s", "ssh", "slurm")
 
 
-def size_disks(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize], findings: Findings) -> RunSpec:
-    """Return the spec with the disks that its model needs. `find_size` raises SizeUnknown."""
-    if spec.cloud != "sky":
-        return spec
+def _size_of(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize] | None) -> ModelSize | SizeUnknown | None:
+    """Return the size of a model for cloud machines; None on this machine, whose disks stay as they are."""
+    if find_size is None or spec.cloud != "sky":
+        return None
     try:
-        size = find_size(spec)
+        return find_size(spec)
     except SizeUnknown as error:
+        return error
+
+
+def size_disks(spec: RunSpec, size: ModelSize | SizeUnknown, findings: Findings) -> RunSpec:
+    """Return the spec with the disks that its model needs."""
+    if isinstance(size, SizeUnknown):
         disk = f"machines get {DISK_SIZE} of `resources`, or SkyPilot's default of {DEFAULT_GB} GB"
-        findings.notice(("trainer", "model"), f"the model's size is unknown ({error}), so {disk}")
+        findings.notice(("trainer", "model"), f"the model's size is unknown ({size}), so {disk}")
         return spec
     trainer, rollout = spec.trainer, spec.rollout
     resources = _with_disk(Role.TRAINER, trainer.resources, spec, size, findings)

@@ -89,7 +89,7 @@ def find_size(spec: RunSpec, timeout_s: float = HUB_TIMEOUT_S) -> ModelSize:
 def find_config(spec: RunSpec) -> Mapping[str, Any]:
     """Return the model's config.json from this machine, with or without its weights; empty if it is not here."""
     path = Path(spec.workdir, spec.trainer.model)
-    folder = path if path.is_dir() else _cached(spec.trainer.model)
+    folder = path if os.path.isdir(path) else _cached(spec.trainer.model)  # `is_dir` raises if a name is too long
     return {} if folder is None else config_in(folder / "config.json")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from grpo_orch.orchestrator.config.foreign_keys import grpo_value, named_clouds, named_regions
-from grpo_orch.orchestrator.config.model_size import config_in
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
 from grpo_orch.policies.control.rollback import changes_on_rollback
@@ -17,12 +17,12 @@ from grpo_orch.policies.weights.adapters import adapter_obstacle
 CHECKPOINTS_LOST_MAX = 4
 
 
-def find_notices(spec: RunSpec, findings: Findings) -> None:
-    """Add notices about a valid spec."""
+def find_notices(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
+    """Add notices about a valid spec. `config` is the model's config.json; empty: unknown."""
     _note_no_kl(spec, findings)
     _note_unchanged_rollback(spec, findings)
     _note_detection_delay(spec, findings)
-    _note_merged_adapter(spec, findings)
+    _note_merged_adapter(spec, config, findings)
     note_idle_gpus(spec, findings)
     _note_unused_rollout_keys(spec, findings)
     note_processes(spec, findings)
@@ -65,16 +65,13 @@ def _note_detection_delay(spec: RunSpec, findings: Findings) -> None:
     findings.notice(("grpo", "logging_steps"), f"{message}, here {steps} steps{lost}{fix}")
 
 
-def _note_merged_adapter(spec: RunSpec, findings: Findings) -> None:
-    """Add a notice if whole weights are published. For a model that is only on the hub, the trainer logs it."""
-    if (
-        generates_itself(spec)
-        or spec.trainer.peft is None
-        or not (why := adapter_obstacle(spec, config_in(Path(spec.workdir, spec.trainer.model, "config.json"))))
-    ):
+def _note_merged_adapter(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
+    """Add a notice if whole weights are published. If config.json is unknown, the trainer logs it."""
+    if generates_itself(spec) or spec.trainer.peft is None:
         return
-    message = "each step publishes the merged weights, not only the adapter"
-    findings.notice(("trainer", "peft"), f"{message}: {why}")
+    if why := adapter_obstacle(spec, config):
+        message = "each step publishes the merged weights, not only the adapter"
+        findings.notice(("trainer", "peft"), f"{message}: {why}")
 
 
 def _note_unused_rollout_keys(spec: RunSpec, findings: Findings) -> None:

@@ -23,7 +23,7 @@ from grpo_orch.orchestrator.config.effective import (
     check_save_steps,
     save_steps_of,
 )
-from grpo_orch.orchestrator.config.model_size import config_in, json_in
+from grpo_orch.orchestrator.config.foreign_keys import grpo_value
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath
 from grpo_orch.orchestrator.config.reward_functions import is_model
 from grpo_orch.orchestrator.config.shorthand import TARGETS, target_problem
@@ -273,11 +273,6 @@ def _shards_model(spec: RunSpec) -> bool:
 TOKEN_MODES = ("token_truncate", "token_mask")
 
 
-def has_turns(run: EffectiveRun) -> bool:
-    """Return whether completions have several turns."""
-    return any(run.at("trainer", key) for key in ("tools", "environment_factory", "agent"))
-
-
 def check_turns(trainer: Mapping[str, Any], workdir: Path, findings: Findings) -> None:
     """Report invalid import paths of tools, environments, rollout functions and agents."""
     import_paths: list[tuple[KeyPath, str]] = [
@@ -372,10 +367,10 @@ def _zero_stage(config: Any) -> int | str:
     return stage if isinstance(stage, int) else str(stage)
 
 
-def check_quantised(spec: RunSpec, findings: Findings) -> None:
+def check_quantised(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
     """Report a quantised model: rollout nodes load the trainer's weights by name and type.
 
-    A model that is only on the hub is checked by its trainer, before nodes are requested.
+    A model whose config.json is unknown is checked by its trainer, before nodes are requested.
     """
     if generates_itself(spec):
         return
@@ -383,27 +378,21 @@ def check_quantised(spec: RunSpec, findings: Findings) -> None:
     extra = spec.grpo.get("model_init_kwargs") or {}
     if any(extra.get(word) if isinstance(extra, dict) else word in str(extra) for word in QUANTISED_WORDS):
         findings.add(("grpo", "model_init_kwargs"), message)
-    elif json_in(Path(spec.workdir, spec.trainer.model, "config.json")).get("quantization_config"):
+    elif config.get("quantization_config"):
         findings.add(("trainer", "model"), message)
 
 
-# Room for prompts next to a completion of full length: in vLLM's context, and in that of a local model.
+# Room for prompts next to a completion of full length: in vLLM's context, and in the model's.
 
 
-def check_lengths(data: dict[str, Any], workdir: Path, findings: Findings) -> None:
-    """Report lengths that leave no room for a prompt."""
-    run = EffectiveRun(data, findings)
-    try:
-        has_no_nodes = run.at("rollout", "replicas", "max") == 0
-        flags = {} if has_no_nodes else run.at("rollout", "vllm") or {}
-        env, length = run.at("rollout", "env") or {}, int(run.grpo("max_completion_length"))
-        context, is_multi_turn = whole_number(run.at("rollout", "vllm", MAX_MODEL_LEN)), has_turns(run)
-        config = config_in(workdir / str(run.at("trainer", "model")) / "config.json")
-    except AlreadyReported:
-        return
-    if problem := context_problem(flags, env, length, config):
+def check_lengths(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
+    """Report lengths that leave no room for a prompt. `config` is the model's config.json; empty: unknown."""
+    flags = {} if generates_itself(spec) else spec.rollout.vllm
+    length, context = int(grpo_value(spec.grpo, "max_completion_length")), whole_number(flags.get(MAX_MODEL_LEN))
+    has_turns = spec.trainer.tools or spec.trainer.environment_factory or spec.trainer.agent
+    if problem := context_problem(flags, spec.rollout.env, length, config):
         findings.add(*problem)
-    elif flags and is_multi_turn and 0 < context <= 2 * length:
+    elif has_turns and 0 < context <= 2 * length:
         message = f"{context} leaves no room for a second turn, whose prompt contains the first"
         expected = f"expected more than twice grpo.max_completion_length ({length})"
         findings.add(("rollout", "vllm", MAX_MODEL_LEN), f"{message}; {expected}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,17 +17,15 @@ from grpo_orch.orchestrator.plan.machines import (
     has_room,
     prompt_tokens,
     supports_dtype,
-    trainer_memory_of,
 )
 from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, PlanWarning
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
 from grpo_orch.policies.model.vocabulary import Market, Role
-from grpo_orch.policies.sizing.engine import context_problem, engine_of
+from grpo_orch.policies.sizing.engine import engine_of
 from grpo_orch.policies.sizing.memory import GIB
 from grpo_orch.policies.sizing.speed import Gpu, gpu_named
 from grpo_orch.policies.sizing.training import divides_weights, training_of
-from grpo_orch.policies.weights.adapters import QUANTISED, adapter_obstacle
 
 # Half the distance between typical weights of about 0.02 and their neighbours in bfloat16, which has 8 significant
 # bits: a smaller update is rounded away. AdamW's updates are about as large as the learning rate.
@@ -85,18 +82,6 @@ def too_few_processes(run: PlannedRun) -> Iterator[PlanWarning]:
     problem = f"the single training process would see {gpus} GPUs, but TRL uses one GPU per process"
     remedy = f"set num_processes to {gpus}, or {VISIBLE}: '0' in trainer.env"
     yield PlanWarning("trainer.accelerate.num_processes", f"{problem}; {remedy}")
-
-
-def needs_gradient_checkpointing(run: PlannedRun) -> Iterator[PlanWarning]:
-    gpu = run.gpu(run.plan.trainer)
-    if gpu is None or not run.plan.trainer.fits or not grpo(run.spec, "gradient_checkpointing"):
-        return
-    without = trainer_memory_of(with_grpo(run.spec, gradient_checkpointing=False), run.model)
-    if without is not None and not has_room(without.total_bytes, gpu):
-        needed = f"{without.total_bytes / GIB:.0f} GiB"
-        yield PlanWarning(
-            "grpo.gradient_checkpointing", f"keep it on: without it training needs {needed} on each GPU"
-        )
 
 
 def frozen_weights_in_float32(run: PlannedRun) -> Iterator[PlanWarning]:
@@ -156,13 +141,6 @@ def heads_not_divisible(run: PlannedRun) -> Iterator[PlanWarning]:
     yield PlanWarning(f"rollout.vllm.{TENSOR_PARALLEL}", f"{problem}; expected one of {', '.join(divisors)}")
 
 
-def quantised_model(run: PlannedRun) -> Iterator[PlanWarning]:
-    """`validate` cannot check a hub model's config.json; the trainer would refuse the model."""
-    if not generates_itself(run.spec) and run.model.config.get("quantization_config"):
-        problem = f"{QUANTISED}, and the run would fail at its first start"
-        yield PlanWarning("trainer.model", f"{problem}; name the unquantised model")
-
-
 def kv_cache_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
     rollout, step = run.plan.rollout, run.plan.step
     if rollout is None or step is None or not rollout.cache_tokens or not rollout.gpu_is_named:
@@ -175,23 +153,6 @@ def kv_cache_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
             f"an engine's KV cache holds {capacity:.0f} completions of full length, but a step is {share:.0f}"
         )
         yield PlanWarning("rollout.vllm", f"{problem} per engine: vLLM queues some, or preempts and repeats them")
-
-
-def context_too_long(run: PlannedRun) -> Iterator[PlanWarning]:
-    """`validate` cannot check a hub model's config.json."""
-    spec = run.spec
-    flags = {} if generates_itself(spec) else spec.rollout.vllm
-    if found := context_problem(flags, spec.rollout.env, completion_tokens(spec), run.model.config):
-        yield PlanWarning(".".join(found[0]), found[1])
-
-
-def adapter_merged(run: PlannedRun) -> Iterator[PlanWarning]:
-    """`validate` cannot check a hub model's config.json."""
-    spec, model = run.spec, run.model
-    if spec.trainer.peft is None or generates_itself(spec) or Path(spec.workdir, spec.trainer.model).is_dir():
-        return
-    if (why := adapter_obstacle(spec, model.config)) and not adapter_obstacle(spec, {}):
-        yield PlanWarning("trainer.peft", f"each step publishes merged weights instead of the adapter: {why}")
 
 
 def store_in_other_cloud(run: PlannedRun) -> Iterator[PlanWarning]:
@@ -222,17 +183,6 @@ def rare_checkpoints(run: PlannedRun) -> Iterator[PlanWarning]:
     yield PlanWarning("grpo.save_steps", f"{problem} of training; lower save_steps to lose less")
 
 
-def generation_exceeds_deadline(run: PlannedRun) -> Iterator[PlanWarning]:
-    step = run.plan.step
-    if run.plan.rollout is None or step is None or step.generate_s is None:
-        return
-    if step.generate_s > run.spec.rollout.deadline_s:
-        problem = f"a step's completions take about {step.generate_s:.0f} s"
-        yield PlanWarning(
-            "rollout.deadline_s", f"{problem}, but a request may wait {run.spec.rollout.deadline_s:.0f} s"
-        )
-
-
 def budget_too_small(run: PlannedRun) -> Iterator[PlanWarning]:
     """Machines that exceed a budget are not bought, and a run that reaches its budget stops."""
     caps, used = run.spec.budget, next((way.cost for way in run.plan.money if way.used), None)
@@ -256,18 +206,13 @@ RULES: tuple[Callable[[PlannedRun], Iterator[PlanWarning]], ...] = (
     bfloat16_missing,
     trainer_out_of_memory,
     too_few_processes,
-    needs_gradient_checkpointing,
     frozen_weights_in_float32,
     bfloat16_loses_updates,
     engine_out_of_memory,
     heads_not_divisible,
-    quantised_model,
     kv_cache_too_small,
-    context_too_long,
-    adapter_merged,
     store_in_other_cloud,
     rare_checkpoints,
-    generation_exceeds_deadline,
     budget_too_small,
 )
 

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,25 @@ def test_unknown_size_is_reported_and_changes_nothing(tmp_path: Path) -> None:
         "trainer.model: the model's size is unknown (cannot reach the hub: no route), so machines get disk_size "
         "of `resources`, or SkyPilot's default of 256 GB"
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "trainer.model"),
+        ({"max_position_embeddings": 128}, "rollout.vllm.max-model-len"),
+    ],
+)
+def test_config_json_of_a_hub_model_is_checked(config: dict[str, Any], key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, H100, H100, replace(OF_7B, config=config))
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_hub_model_whose_adapter_is_merged_has_a_notice(tmp_path: Path) -> None:
+    model = replace(OF_7B, config={"architectures": ["BloomForCausalLM"]})
+    found = loaded(tmp_path, f"{H100}\n  peft: {{r: 16, target_modules: [q_proj]}}", H100, model)
+    assert "trainer.peft" in {notice.key for notice in found.notices}
 
 
 def weights_file(names: list[str]) -> bytes:

@@ -88,7 +88,7 @@ def test_invalid_config_json_ends_no_plan(odd: dict[str, object], tmp_path: Path
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**CONFIGS[NAME], **odd}))
     here = replace(spec, workdir=str(tmp_path), trainer=replace(spec.trainer, model="model"))
-    find_notices(here, Findings("run.yaml", {(): 1}))
+    find_notices(here, find_config(here), Findings("run.yaml", {(): 1}))
     assert make_plan(here, find_size, PriceBook()).warnings is not None
 
 

@@ -85,7 +85,6 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
             "would see 8 GPUs, but TRL uses one GPU per process; set num_processes to 8",
         )
     ),
-    pitfalls.needs_gradient_checkpointing: of_32b((grpo(), "grpo.gradient_checkpointing", "keep it on")),
     pitfalls.frozen_weights_in_float32: of_32b((grpo(model_init_kwargs={}), "grpo.model_init", "122.1 GiB")),
     pitfalls.bfloat16_loses_updates: [
         ("math-two-gpus", grpo(model_init_kwargs=BF16, learning_rate=1e-6), "grpo.model_init_kwargs", "1e-06"),
@@ -109,10 +108,6 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
     pitfalls.kv_cache_too_small: of_32b(
         (grpo(per_device_train_batch_size=64, gradient_accumulation_steps=32), "rollout.vllm", "but a step is ")
     ),
-    pitfalls.context_too_long: [
-        ("math-two-gpus", rollout(vllm={"max-model-len": 8192}), CONTEXT, "4096"),
-        ("math-two-gpus", grpo(max_completion_length=4096), CONTEXT, "4096 leaves no room for a prompt"),
-    ],
     pitfalls.store_in_other_cloud: of_32b(
         (rollout(resources=on("H200", infra="gcp")), "storage", "1.1 GB a step for each node; use one cloud")
     ),
@@ -123,7 +118,6 @@ BROKEN: dict[Callable[..., Any], list[tuple[str, Change, str, str]]] = {
         (budget(usd=50.0), "budget.usd", "stops at about step"),
         (budget(usd_per_h=5.0), "budget.usd_per_h", "6.06"),
     ),
-    pitfalls.generation_exceeds_deadline: of_32b((rollout(deadline_s=5.0), "rollout.deadline_s", "may wait 5 s")),
 }
 
 
@@ -137,13 +131,6 @@ def test_rule_names_the_key_and_the_remedy(
     assert told[0].key.startswith(key)
     assert words in told[0].message
     assert told[0].message.count("\n") == 0
-
-
-def test_model_file_keeps_an_adapter_from_being_published_alone() -> None:
-    spec = trainer(peft={"r": 8})(spec_of("qwen-32b"))
-    wide = {"vocab_size": 300_000}
-    assert [one.key for one in pitfalls.adapter_merged(seen(spec, **wide))] == ["trainer.peft"]
-    assert not list(pitfalls.adapter_merged(seen(spec)))
 
 
 def test_bfloat16_keeps_updates_of_half_its_distance() -> None:
@@ -167,15 +154,12 @@ def test_a_budget_ends_a_run_at_the_step_that_it_pays_for() -> None:
     assert f"stops at about step {int(50 / (6.06 * told.plan.step.step_s / 3600))};" in warned.message
 
 
-def test_quantised_model_is_reported_and_memory_not_guessed() -> None:
+def test_memory_of_quantised_model_is_not_guessed() -> None:
     awq, spec = {"quantization_config": {"quant_method": "awq", "bits": 4}}, spec_of("qwen-32b")
     told = seen(spec, **awq)
-    assert [one.key for one in pitfalls.quantised_model(told)] == ["trainer.model"]
-    assert not list(pitfalls.quantised_model(seen(spec)))
     assert (told.model.shape, told.plan.trainer.memory) == (None, {})
     assert "quantised" in told.model.unknown
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
-    assert not list(pitfalls.quantised_model(seen(alone, **awq)))  # where the trainer generates it may be
     for asked in ({"load_in_4bit": True}, '{"quantization_config": {"load_in_4bit": true}}'):
         few = seen(grpo(model_init_kwargs=asked)(alone))
         assert few.model.shape is None
@@ -183,17 +167,9 @@ def test_quantised_model_is_reported_and_memory_not_guessed() -> None:
 
 
 def test_every_rule_is_in_force_and_was_tried() -> None:
-    tried = BROKEN.keys() | {pitfalls.adapter_merged, pitfalls.quantised_model}
-    assert set(pitfalls.RULES) == tried
+    assert set(pitfalls.RULES) == BROKEN.keys()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "keys"),
-    [
-        ("qwen-32b", ["grpo.gradient_checkpointing"]),
-        ("math-two-gpus", []),
-        ("llama-one-card", []),
-    ],
-)
-def test_recipes_have_only_their_documented_pitfalls(recipe: str, keys: list[str]) -> None:
-    assert [one.key for one in pitfalls.find_pitfalls(seen(spec_of(recipe)))] == keys
+@pytest.mark.parametrize("recipe", ["qwen-32b", "math-two-gpus", "llama-one-card"])
+def test_recipes_have_no_pitfalls(recipe: str) -> None:
+    assert not pitfalls.find_pitfalls(seen(spec_of(recipe)))
