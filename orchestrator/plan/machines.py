@@ -16,7 +16,7 @@ from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, j
 from grpo_orch.orchestrator.plan.model import MachinePlan, Prices
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
-from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, processes_of
+from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of, generates_itself, processes_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
 from grpo_orch.policies.sizing.memory import EngineMemory, Memory, host_memory, trainer_memory
@@ -205,15 +205,8 @@ def kinds_with(memory_mib: Mapping[str, float]) -> Kinds:
 
 def named_kinds(resources: Mapping[str, Any]) -> list[str]:
     """Return the kinds of GPUs in SkyPilot's `resources`, in order, including alternatives."""
-    alternatives = alternatives_of(resources)
-    found = [name for machine in alternatives for name in kinds_in(machine.get("accelerators"))]
-    return list(dict.fromkeys(found))
-
-
-def kinds_in(accelerators: Any) -> list[str]:
-    """Return the kinds in `accelerators`: `H100:8`, `{H100: 8}`, or a list of them."""
-    listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
-    return [str(text).partition(":")[0] for text in listed]
+    machines = alternatives_of(resources)
+    return list(dict.fromkeys(name for machine in machines for name, _ in accelerators_of(machine)))
 
 
 def has_room(used_bytes: int, gpu: Gpu) -> bool:

@@ -13,10 +13,9 @@ from grpo_orch.orchestrator.clouds import CloudMissing
 from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.clouds.sky.work import places
-from grpo_orch.orchestrator.plan.machines import kinds_in
 from grpo_orch.orchestrator.plan.model import CloudPrice, Prices
 from grpo_orch.policies.costs.store_costs import Location
-from grpo_orch.policies.model.spec import RunSpec, alternatives_of, gpu_counts
+from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of
 from grpo_orch.policies.model.vocabulary import Market, Role
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
@@ -136,18 +135,11 @@ def _cheapest(resources: dict[str, Any], listed: Sequence[ListPrice]) -> Prices:
 
 def _matches(price: ListPrice, wanted: dict[str, Any]) -> bool:
     """Return whether the price is of the wanted machine and place."""
-    gpus, machine = _gpus(wanted.get("accelerators")), wanted.get("instance_type")
+    gpus = {(name.lower(), count) for name, count in accelerators_of(wanted)}
+    machine = wanted.get("instance_type")
     if not (gpus or machine) or not all(_is_in(price, place or "*") for place in places(wanted)):
         return False
     return machine in (None, price.instance_type) and (not gpus or (price.gpu.lower(), price.gpus) in gpus)
-
-
-def _gpus(accelerators: Any) -> set[tuple[str, float | None]]:
-    """Return the accepted (lower-case kind, number) pairs."""
-    if isinstance(accelerators, Mapping):
-        accelerators = [f"{kind}:{count}" for kind, count in accelerators.items()]
-    listed = [accelerators] if isinstance(accelerators, str) else accelerators or ()
-    return {(kinds_in(text)[0].lower(), count) for text in listed for count in gpu_counts({"accelerators": text})}
 
 
 def _is_in(price: ListPrice, place: str) -> bool:

@@ -9,7 +9,7 @@ The comments above or behind fields are their descriptions for users, in docs/ru
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +34,8 @@ def gpu_counts(resources: Mapping[str, Any]) -> set[int | None]:
 
     One for each alternative, those of `any_of` and `ordered` included; None for an alternative without a count.
     """
-    return {count for machine in alternatives_of(resources) for count in _counts(machine)}
+    machines = alternatives_of(resources)
+    return {count for machine in machines for _, count in accelerators_of(machine) or [("", None)]}
 
 
 def alternatives_of(resources: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -51,14 +52,13 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _counts(resources: Mapping[str, Any]) -> Iterator[int | None]:
-    accelerators = resources.get("accelerators")
+def accelerators_of(machine: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+    """Return name and count of each GPU in one machine's `accelerators`."""
+    accelerators = machine.get("accelerators")
     if isinstance(accelerators, Mapping):
         accelerators = [f"{name}:{count}" for name, count in accelerators.items()]
-    elif isinstance(accelerators, str):
-        accelerators = [accelerators]
-    for accelerator in _listed(accelerators) or (None,):
-        yield _count(accelerator) if isinstance(accelerator, str) else None
+    listed = [accelerators] if isinstance(accelerators, str) else _listed(accelerators)
+    return [(text.partition(":")[0], _count(text)) for text in listed if isinstance(text, str)]
 
 
 def _count(text: str) -> int | None:
