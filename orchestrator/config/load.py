@@ -31,6 +31,7 @@ from grpo_orch.orchestrator.config.rules import (
     check_lengths,
     check_local_gpus,
     check_quantised,
+    check_reference_model,
     check_staleness,
     check_turns,
     grpo_defaults,
@@ -88,6 +89,7 @@ def load(
     config = (size.config if isinstance(size, ModelSize) else None) or find_config(spec)
     check_quantised(spec, config, findings)
     check_lengths(spec, config, findings)
+    check_reference_model(spec, findings)
     check_staleness(spec, findings)
     if spec.cloud == "local":
         check_local_gpus(spec, gpus_here, findings)

@@ -30,7 +30,15 @@ from grpo_orch.orchestrator.config.shorthand import TARGETS, target_problem
 from grpo_orch.orchestrator.config.user_code import function_problem
 from grpo_orch.policies.fleet.plan import wanted_slots
 from grpo_orch.policies.model.gpus import VISIBLE, DriverFailed, engine_gpus, gpus_of, named_gpus, requests_gpus
-from grpo_orch.policies.model.spec import STALE_DEFAULTS, RunSpec, generates_itself, gpu_counts, processes_of
+from grpo_orch.policies.model.spec import (
+    STALE_DEFAULTS,
+    RunSpec,
+    deepspeed_file,
+    generates_itself,
+    gpu_counts,
+    processes_of,
+    shards_weights,
+)
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import MAX_MODEL_LEN, context_problem, whole_number
 from grpo_orch.policies.weights.adapters import QUANTISED, QUANTISED_WORDS
@@ -334,37 +342,18 @@ def check_staleness(spec: RunSpec, findings: Findings) -> None:
         findings.add(key, f"needs grpo.vllm_importance_sampling_correction: {why}")
 
 
-def check_reference_model(run: EffectiveRun, findings: Findings) -> None:
+def check_reference_model(spec: RunSpec, findings: Findings) -> None:
     """Check an updated reference model: it is part of the run's state and must survive a restart."""
-    if not run.at("grpo", "sync_ref_model"):
+    key = ("grpo", "sync_ref_model")
+    if not spec.grpo.get("sync_ref_model"):
         return
-    if run.grpo("beta") == 0:
-        findings.add(("grpo", "sync_ref_model"), "needs grpo.beta above 0: at 0 there is no reference model")
-    if run.at("trainer", "peft") is not None:
-        message = "with adapters, the base model is the reference; remove this key or trainer.peft"
-        findings.add(("grpo", "sync_ref_model"), message)
-    if sharding := _reference_sharding(run):
-        message = f"a sharded reference model ({sharding}) cannot be resumed; expected ZeRO stage 0 to 2, or DDP"
-        findings.add(("grpo", "sync_ref_model"), message)
-
-
-def _reference_sharding(run: EffectiveRun) -> str:
-    """Return what shards the reference model, or may; empty if each process holds all of it."""
-    if run.at("grpo", "fsdp") or run.at("trainer", "accelerate", "distributed_type") == "FSDP":
-        return "FSDP"
-    for path in (("grpo", "deepspeed"), ("trainer", "accelerate", "deepspeed_config")):
-        if (config := run.at(*path)) and _zero_stage(config) not in (0, 1, 2):
-            return f"{'.'.join(path)}, ZeRO stage {_zero_stage(config)}"
-    return ""
-
-
-def _zero_stage(config: Any) -> int | str:
-    """Return the stage in a DeepSpeed or Accelerate configuration, or a description if it is unknown here."""
-    if not isinstance(config, Mapping) or "deepspeed_config_file" in config:
-        return "in a file"
-    zero = config.get("zero_optimization")
-    stage = config.get("zero_stage", zero.get("stage", 0) if isinstance(zero, Mapping) else 0)
-    return stage if isinstance(stage, int) else str(stage)
+    if grpo_value(spec.grpo, "beta") == 0:
+        findings.add(key, "needs grpo.beta above 0: at 0 there is no reference model")
+    if spec.trainer.peft is not None:
+        findings.add(key, "with adapters, the base model is the reference; remove this key or trainer.peft")
+    if deepspeed_file(spec) or shards_weights(spec):
+        expected = "expected DDP, or ZeRO stage 0 to 2 in this file"
+        findings.add(key, f"a sharded reference model cannot be resumed; {expected}")
 
 
 def check_quantised(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
@@ -599,7 +588,6 @@ CHECKS: tuple[Callable[[EffectiveRun, Findings], None], ...] = (
     _check_precision,
     check_engine_size,
     check_visible_gpus,
-    check_reference_model,
     check_agent,
     check_vespo,
     check_processes,

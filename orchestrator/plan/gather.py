@@ -22,7 +22,6 @@ from grpo_orch.orchestrator.plan.machines import (
     plan_machine,
     prompt_tokens,
     steps_of,
-    unread_deepspeed,
     with_deepspeed,
 )
 from grpo_orch.orchestrator.plan.model import (
@@ -48,6 +47,7 @@ from grpo_orch.policies.model.spec import (
     ALTERNATIVES,
     RunSpec,
     alternatives_of,
+    deepspeed_file,
     generates_itself,
     model_settings,
     processes_of,
@@ -147,7 +147,7 @@ def _unknown(
 ) -> Iterator[str]:
     if model.unknown:
         yield model.unknown
-    if file := unread_deepspeed(spec):
+    if file := deepspeed_file(spec):
         yield f"the trainer's memory: {file}, which configures sharding, is not readable here"
     for machine in machines:
         if machine is not None and machine.gpu_is_named and gpu_named(machine.gpu) is None:

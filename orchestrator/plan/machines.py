@@ -16,7 +16,14 @@ from grpo_orch.orchestrator.config.model_size import SizeUnknown, find_config, j
 from grpo_orch.orchestrator.plan.model import MachinePlan, Prices
 from grpo_orch.policies.fleet.market import market_of
 from grpo_orch.policies.model.gpus import engine_gpus, gpus_of
-from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of, generates_itself, processes_of
+from grpo_orch.policies.model.spec import (
+    RunSpec,
+    accelerators_of,
+    alternatives_of,
+    deepspeed_file,
+    generates_itself,
+    processes_of,
+)
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.engine import engine_memory, engine_of, whole_number
 from grpo_orch.policies.sizing.memory import EngineMemory, Memory, host_memory, trainer_memory
@@ -164,28 +171,14 @@ def active_params(shape: Shape) -> int:
 
 def with_deepspeed(spec: RunSpec) -> RunSpec:
     """Return the run with that file's content as `grpo.deepspeed`, if the file is readable here."""
-    config = _deepspeed_file(spec)
-    if config is None:
+    config = deepspeed_file(spec)
+    if not config:
         return spec
     try:
         found = json.loads(config)
     except ValueError:
         found = json_in(Path(spec.workdir, config))
     return replace(spec, grpo={**spec.grpo, "deepspeed": found}) if isinstance(found, dict) and found else spec
-
-
-def unread_deepspeed(spec: RunSpec) -> str:
-    """Return the DeepSpeed file that could not be read; empty if there is none."""
-    return _deepspeed_file(spec) or ""
-
-
-def _deepspeed_file(spec: RunSpec) -> str | None:
-    accelerate: Any = (spec.trainer.accelerate or {}).get("deepspeed_config")
-    deepspeed = spec.grpo.get("deepspeed")
-    if deepspeed:
-        return deepspeed if isinstance(deepspeed, str) else None
-    file = accelerate.get("deepspeed_config_file") if isinstance(accelerate, Mapping) else None
-    return str(file) if file else None
 
 
 # The machines of each role: their GPUs, the memory that they need, and the kinds of GPU that have it.
@@ -225,7 +218,7 @@ def supports_dtype(spec: RunSpec, role: Role, gpu: Gpu) -> bool:
 
 def trainer_memory_of(spec: RunSpec, model: KnownModel) -> Memory | None:
     """Return the memory of training; None if the model's shape or the sharding of its weights is unknown."""
-    if model.shape is None or unread_deepspeed(spec):
+    if model.shape is None or deepspeed_file(spec):
         return None
     return trainer_memory(model.shape, training_of(spec, model.shape, prompt_tokens(spec)))
 

@@ -20,12 +20,19 @@ from grpo_orch.orchestrator.plan.machines import (
 )
 from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, PlanWarning
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
-from grpo_orch.policies.model.spec import RunSpec, generates_itself, model_settings, processes_of, sharding_of
+from grpo_orch.policies.model.spec import (
+    RunSpec,
+    generates_itself,
+    model_settings,
+    processes_of,
+    sharding_of,
+    shards_weights,
+)
 from grpo_orch.policies.model.vocabulary import Market, Role
 from grpo_orch.policies.sizing.engine import engine_of
 from grpo_orch.policies.sizing.memory import GIB
 from grpo_orch.policies.sizing.speed import Gpu, gpu_named
-from grpo_orch.policies.sizing.training import divides_weights, training_of
+from grpo_orch.policies.sizing.training import training_of
 
 # Half the distance between typical weights of about 0.02 and their neighbours in bfloat16, which has 8 significant
 # bits: a smaller update is rounded away. AdamW's updates are about as large as the learning rate.
@@ -234,7 +241,7 @@ def remedy_of(spec: RunSpec, model: KnownModel, gpu: Gpu) -> str:
     options = ["a larger GPU"]
     if spec.trainer.peft is None:
         options.append("adapters")
-    if not divides_weights(spec) and not generates_itself(spec):  # generating needs the whole model
+    if not shards_weights(spec) and not generates_itself(spec):  # generating needs the whole model
         options.append("more GPUs that shard the weights, with ZeRO-3 or FSDP2")
     return f"use {' or '.join(options)}"
 
@@ -267,7 +274,7 @@ def _lighter(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 def _more_gpus(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     """Yield the run with more GPUs on its machine, if it shards its weights already."""
     accelerate, count = spec.trainer.accelerate or {}, 2 * processes_of(spec)
-    while divides_weights(spec) and count <= MACHINE_GPUS:
+    while shards_weights(spec) and count <= MACHINE_GPUS:
         more = replace(spec.trainer, accelerate={**accelerate, "num_processes": count})
         yield f"{count} GPUs that shard the weights", replace(spec, trainer=more)
         count *= 2

@@ -455,6 +455,19 @@ def sharding_of(spec: RunSpec) -> tuple[Sharding, bool, bool]:
     return stages.get(str(stage), "none"), optimizer in ("cpu", "nvme"), weights in ("cpu", "nvme")
 
 
+def shards_weights(spec: RunSpec) -> bool:
+    """Whether the weights are sharded over the processes, by ZeRO-3 or FSDP2."""
+    return sharding_of(spec)[0] in ("zero3", "fsdp")
+
+
+def deepspeed_file(spec: RunSpec) -> str:
+    """Return DeepSpeed's configuration if it is in a separate file or JSON text, so that its stage is unknown."""
+    if deepspeed := spec.grpo.get("deepspeed"):
+        return deepspeed if isinstance(deepspeed, str) else ""
+    plugin = _mapping((spec.trainer.accelerate or {}).get("deepspeed_config"))
+    return str(plugin.get("deepspeed_config_file") or "")
+
+
 def computes_in_half(spec: RunSpec) -> bool:
     """Whether passes compute in two bytes an element, as by TRL's default (1.16)."""
     return bool(spec.grpo.get("fp16")) or bool(spec.grpo.get("bf16", True))

@@ -14,6 +14,7 @@ from grpo_orch.policies.model.spec import (
     model_settings,
     processes_of,
     sharding_of,
+    shards_weights,
 )
 from grpo_orch.policies.sizing.shapes import Linear, Shape
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK
@@ -144,11 +145,6 @@ def batches_per_generation(spec: RunSpec) -> int:
         batch = int(grpo.get("per_device_train_batch_size") or DEFAULT_BATCH) * processes_of(spec)
         return int(explicit) // batch
     return int(grpo.get("steps_per_generation") or grpo.get("gradient_accumulation_steps") or 1)
-
-
-def divides_weights(spec: RunSpec) -> bool:
-    """Whether the weights are sharded over the processes, by ZeRO-3 or FSDP2."""
-    return sharding_of(spec)[0] in ("zero3", "fsdp")
 
 
 def lora_of(peft: Mapping[str, Any] | None, shape: Shape) -> Lora | None:

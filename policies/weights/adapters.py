@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_orch.policies.model.spec import RunSpec, model_settings
+from grpo_orch.policies.model.spec import RunSpec, deepspeed_file, model_settings, shards_weights
 from grpo_orch.policies.weights.tensors import FLOATS, NAMED, Tensor, served_types
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's names
@@ -167,8 +167,7 @@ def _no_single_model(spec: RunSpec) -> str:
         if grpo.get(key):
             return f"grpo.{key} may shard the weights over processes"
     kind = accelerate.get("distributed_type") or "NO"
-    stage = _zero_stage(accelerate.get("deepspeed_config") or {})
-    if kind not in ONE_MODEL_EACH or stage not in (0, 1, 2):
+    if kind not in ONE_MODEL_EACH or deepspeed_file(spec) or shards_weights(spec):
         return "trainer.accelerate may shard the weights over processes"
     return ""
 
@@ -209,11 +208,6 @@ def _named_targets(peft: Mapping[str, Any]) -> list[str] | None:
 def _largest_rank(peft: Mapping[str, Any]) -> int:
     named = (peft.get("rank_pattern") or {}).values()
     return max([int(peft.get("r") or DEFAULT_RANK), *(rank for rank in named if isinstance(rank, int))])
-
-
-def _zero_stage(config: Mapping[str, Any]) -> Any:
-    """Return the stage in an accelerate config's DeepSpeed section; a text if it is in a separate file."""
-    return "in a file" if "deepspeed_config_file" in config else config.get("zero_stage", 0)
 
 
 # Check that a published adapter has two matrices for each of its layers, and that the base model has these layers.

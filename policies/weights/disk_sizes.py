@@ -31,6 +31,7 @@ from grpo_orch.policies.model.spec import (
     RunSpec,
     Sharding,
     computes_in_half,
+    deepspeed_file,
     generates_itself,
     model_settings,
     sharding_of,
@@ -103,11 +104,7 @@ def checkpoint_bytes_each(spec: RunSpec) -> int:
 
 def _sharding(spec: RunSpec) -> Sharding:
     """Return `sharding_of`, or for a DeepSpeed config file stage 2, which stores most."""
-    plugin = (spec.trainer.accelerate or {}).get("deepspeed_config")
-    is_in_file = isinstance(spec.grpo.get("deepspeed"), str) or (
-        isinstance(plugin, Mapping) and "deepspeed_config_file" in plugin
-    )
-    return "zero2" if is_in_file else sharding_of(spec)[0]
+    return "zero2" if deepspeed_file(spec) else sharding_of(spec)[0]
 
 
 def _policy_bytes(spec: RunSpec, model: ModelSize) -> int:
