@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def told(store: Store) -> list[str]:
     return [one.details for one in found]
 
 
+AT = {"Expiration": {"Date": datetime(2027, 1, 31, tzinfo=UTC)}}
 MOVES = [{"Days": 1, "StorageClass": "STANDARD_IA"}, {"Days": 90, "StorageClass": "DEEP_ARCHIVE"}]
 TAGGED = {"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 1}}
 
