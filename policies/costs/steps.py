@@ -83,21 +83,10 @@ def best_count(shape: StepShape, prices: HourlyPrices, low: int, high: int) -> i
     """Return the number of nodes from `low` to `high` that makes a step cheapest; `high` without known prices."""
     if not prices.known:
         return high
-    exact = optimum(shape, prices)
-    if shape.ahead_s is None or exact >= high:
-        return _whole(exact, low, high)
+    if (exact := optimum(shape, prices)) >= high:
+        return high
     below = max(low, 1, math.floor(exact))
     return min((below, min(below + 1, high)), key=lambda nodes: step_usd(shape, prices, nodes))
-
-
-def _whole(exact: float, low: int, high: int) -> int:
-    """Return the cheapest whole number from `low` (at least 1) to `high`: k and k + 1 cost the same at
-    n* = sqrt(k (k + 1))."""
-    if exact >= high:
-        return high
-    below = math.floor(exact)
-    nearest = below + 1 if exact * exact > below * (below + 1) else below
-    return min(max(nearest, low, 1), high)
 
 
 # Measuring. A part of generation does not shrink with more nodes: the longest completion is made token by token,
