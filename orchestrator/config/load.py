@@ -46,6 +46,7 @@ from grpo_orch.orchestrator.config.shorthand import (
 )
 from grpo_orch.orchestrator.config.structure import check_structure
 from grpo_orch.orchestrator.config.user_code import check_shadows
+from grpo_orch.policies.costs.disks import DISK_GB, OWN
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disk_sizes import DISK_SIZE, GB, ModelSize, disk_gb, disk_parts, gb_of
@@ -146,9 +147,6 @@ def _check_foreign_keys(data: dict[str, Any], findings: Findings) -> None:
 
 
 # Disks of `cloud: sky`. Without a disk_size, the run requests what its model needs, and a notice reports it.
-DEFAULT_GB = 256  # SkyPilot's (0.14.1)
-# Here disks belong to the existing machines; on Kubernetes a request for a larger disk fails.
-FIXED_DISK_CLOUDS = ("kubernetes", "k8s", "ssh", "slurm")
 
 
 def _size_of(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize] | None) -> ModelSize | SizeUnknown | None:
@@ -164,7 +162,7 @@ def _size_of(spec: RunSpec, find_size: Callable[[RunSpec], ModelSize] | None) ->
 def size_disks(spec: RunSpec, size: ModelSize | SizeUnknown, findings: Findings) -> RunSpec:
     """Return the spec with the disks that its model needs."""
     if isinstance(size, SizeUnknown):
-        disk = f"machines get {DISK_SIZE} of `resources`, or SkyPilot's default of {DEFAULT_GB} GB"
+        disk = f"machines get {DISK_SIZE} of `resources`, or SkyPilot's default of {DISK_GB} GB"
         findings.notice(("trainer", "model"), f"the model's size is unknown ({size}), so {disk}")
         return spec
     trainer, rollout = spec.trainer, spec.rollout
@@ -181,7 +179,7 @@ def _with_disk(
 ) -> dict[str, Any]:
     """Return the section's resources, with a disk_size if one must be requested."""
     needed_gb, disk_sizes_gb = disk_gb(role, spec, size), _disk_sizes_gb(resources)
-    smallest_gb = min(disk_sizes_gb, default=DEFAULT_GB)
+    smallest_gb = min(disk_sizes_gb, default=DISK_GB)
     if smallest_gb >= needed_gb:
         return resources
     is_requested = not disk_sizes_gb and not _has_fixed_disk(resources)
@@ -202,5 +200,6 @@ def _disk_sizes_gb(resources: Mapping[str, Any]) -> list[int]:
 
 
 def _has_fixed_disk(resources: Mapping[str, Any]) -> bool:
+    """Whether disks belong to existing machines; on Kubernetes a request for a larger disk fails."""
     clouds = [str(machine.get(key) or "") for machine in alternatives_of(resources) for key in ("infra", "cloud")]
-    return any(cloud.lower().startswith(FIXED_DISK_CLOUDS) for cloud in clouds)
+    return any(cloud.lower().startswith(OWN) for cloud in clouds)

@@ -39,9 +39,8 @@ from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
 from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_sync, time_step
 from grpo_orch.policies.costs import disks
-from grpo_orch.policies.costs.list_prices import store_price
 from grpo_orch.policies.costs.steps import HourlyPrices
-from grpo_orch.policies.costs.store_costs import GB, Location
+from grpo_orch.policies.costs.store_costs import GB, Location, store_price
 from grpo_orch.policies.ledger.retention import STORE_BYTES_PER_S, max_checkpoints
 from grpo_orch.policies.model.spec import (
     ALTERNATIVES,

@@ -14,12 +14,12 @@ from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
 from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.model import CloudPrice, Prices
+from grpo_orch.policies.costs.disks import OWN
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of
 from grpo_orch.policies.model.vocabulary import Market, Role
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
-OWN = ("kubernetes", "k8s", "ssh", "slurm")
 CATALOG_UNREACHABLE = "SkyPilot could not fetch its catalog from github.com"
 
 ListPrices = Callable[[Sequence[str]], PriceList]

@@ -1,16 +1,77 @@
-"""The cost of a machine's disk, which exists for as long as the machine."""
+"""The cost of a machine's disk, which exists for as long as the machine.
+
+The clouds' machine catalogs do not have it. List prices of 2025 for US regions, without taxes and discounts; up to
+a third higher elsewhere. A price that is not listed is unknown (None), never 0.
+
+Disks are those of SkyPilot 0.14.1's `disk_tier` (`sky/clouds/aws.py`, `gcp.py`, `azure.py`): on AWS gp3 with 3,500
+or 7,000 operations a second and a sixteenth of that in MB/s, of which 3,000 and 125 are free, or io2 with 20,000;
+on GCP persistent disks; on Azure Premium SSD, `high` at the performance of a P50.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from grpo_orch.policies.costs.list_prices import DISK_GB, clouds_with_disks, disk_usd_per_h
 from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disk_sizes import DISK_SIZE, gb_of
 
+MONTH_H = 730.0  # as the clouds count
+DISK_GB = 256  # SkyPilot's default
+DISK_TIER = "medium"
 ANYWHERE = ("", "*")
+# The user's own machines, whose disks cost nothing and have a fixed size.
+OWN = ("kubernetes", "k8s", "ssh", "slurm", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPrice:
+    """USD a month, for each GB and for the disk. `in_steps`: Azure bills the next power of two of GB."""
+
+    usd_per_gb_month: float
+    usd_per_month: float = 0.0
+    in_steps: bool = False
+
+    def usd_per_h(self, gb: float) -> float:
+        size = 2 ** (max(1, round(gb)) - 1).bit_length() if self.in_steps else gb
+        return (self.usd_per_gb_month * size + self.usd_per_month) / MONTH_H
+
+
+_GP3_IO_USD, _GP3_MB_USD, _IO2_IO_USD = 0.005, 0.04, 0.065  # each a month
+_ULTRA_IOS = 20_000  # requested from both AWS and GCP
+_DISKS: Mapping[str, Mapping[str, DiskPrice]] = {
+    "aws": {
+        "low": DiskPrice(0.05),
+        "medium": DiskPrice(0.08, (3500 - 3000) * _GP3_IO_USD + (3500 // 16 - 125) * _GP3_MB_USD),
+        "high": DiskPrice(0.08, (7000 - 3000) * _GP3_IO_USD + (7000 // 16 - 125) * _GP3_MB_USD),
+        "ultra": DiskPrice(0.125, _ULTRA_IOS * _IO2_IO_USD),
+    },
+    "gcp": {
+        "low": DiskPrice(0.04),
+        "medium": DiskPrice(0.10),
+        "high": DiskPrice(0.17),
+        "ultra": DiskPrice(0.125, _ULTRA_IOS * _IO2_IO_USD),
+    },
+    "azure": {
+        "low": DiskPrice(0.05, in_steps=True),
+        "medium": DiskPrice(0.155, in_steps=True),
+        "high": DiskPrice(0.0, 495.57),
+    },
+}
+_BEST = {"aws": "ultra", "gcp": "ultra", "azure": "high"}
+
+
+def disk_usd_per_h(cloud: str, tier: str | None, gb: float) -> float | None:
+    """Return the hourly price of a disk of SkyPilot's tier; None if it is not listed."""
+    if cloud in OWN:
+        return 0.0
+    named = DISK_TIER if tier is None else tier.lower()
+    if named == "best":
+        named = _BEST.get(cloud, named)
+    price = _DISKS.get(cloud, {}).get(named)
+    return None if price is None else price.usd_per_h(gb)
 
 
 def usd_per_h(spec: RunSpec, role: Role, pool: Pool | None) -> float:
@@ -52,7 +113,7 @@ def _disks(spec: RunSpec, role: Role, pool: Pool | None) -> Iterator[tuple[str, 
         region = rest.partition("/")[0] or str(machine.get("region") or "").lower()
         if pool is not None and not _is_in(pool, named, region):
             continue
-        clouds = (named,) if named not in ANYWHERE else clouds_with_disks()
+        clouds = (named,) if named not in ANYWHERE else tuple(_DISKS)
         clouds = clouds if pool is None else (pool.cloud,)
         gb, tier = gb_of(machine.get(DISK_SIZE)) or DISK_GB, machine.get("disk_tier")
         for cloud in clouds:

@@ -5,16 +5,17 @@ checkpoint's bytes. Each machine that joins counts a whole policy, or a checkpoi
 a daemon counts the reads, listings and writes of daemon, gateway and trainer, as counted in a simulated run.
 
 Traffic within a region is free, and so are incoming bytes, but their sender may pay: the machines' cloud for
-uploads to a store elsewhere, the store's cloud for downloads by machines elsewhere.
+uploads to a store elsewhere, the store's cloud for downloads by machines elsewhere. List prices of 2025 for US
+regions; a price that is not listed is unknown (None), never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from grpo_orch.policies.costs.list_prices import OWN, store_price
+from grpo_orch.policies.costs.disks import OWN
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disk_sizes import checkpoint_bytes_each
@@ -32,10 +33,36 @@ LISTING_READS = 12.5  # reads that cost as much as a listing
 
 
 @dataclass(frozen=True, slots=True)
+class StorePrice:
+    """Prices of a store: requests that write or list, requests that read, a GB sent out of the region or of the
+    cloud, and a GB stored for a month. Incoming bytes are free everywhere."""
+
+    put_usd: float
+    get_usd: float
+    to_other_region_usd_per_gb: float
+    to_internet_usd_per_gb: float
+    usd_per_gb_month: float
+
+
+# AWS S3, Google Cloud Storage, Azure's hot tier and Cloudflare's R2, each in its standard class.
+_STORES: Mapping[str, StorePrice] = {
+    "aws": StorePrice(5e-6, 4e-7, 0.02, 0.09, 0.023),
+    "gcp": StorePrice(5e-6, 4e-7, 0.02, 0.12, 0.02),
+    "azure": StorePrice(5e-6, 4e-7, 0.02, 0.087, 0.018),
+    "r2": StorePrice(4.5e-6, 3.6e-7, 0.0, 0.0, 0.015),
+}
+
+
+def store_price(cloud: str) -> StorePrice | None:
+    """Return the prices of a cloud's store and traffic; None if they are not listed."""
+    return StorePrice(0.0, 0.0, 0.0, 0.0, 0.0) if cloud in OWN else _STORES.get(cloud)
+
+
+@dataclass(frozen=True, slots=True)
 class Location:
     """The location of a store or a machine.
 
-    `cloud`: `r2`, one of list_prices.OWN, or a cloud's name; empty: unknown. `region`: empty: unknown.
+    `cloud`: `r2`, one of disks.OWN, or a cloud's name; empty: unknown. `region`: empty: unknown.
     """
 
     cloud: str

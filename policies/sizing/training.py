@@ -14,7 +14,6 @@ from grpo_orch.policies.model.spec import (
     model_settings,
     processes_of,
     sharding_of,
-    shards_weights,
 )
 from grpo_orch.policies.sizing.shapes import Linear, Shape
 from grpo_orch.policies.weights.adapters import DEFAULT_RANK

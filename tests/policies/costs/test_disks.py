@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_orch.policies.costs import disks
-from grpo_orch.policies.costs.list_prices import MONTH_H, disk_usd_per_h
+from grpo_orch.policies.costs.disks import MONTH_H, disk_usd_per_h
 from grpo_orch.policies.fleet.budget import not_counted
 from grpo_orch.policies.model.pools import Pool
 from grpo_orch.policies.model.spec import RunSpec
