@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_orch.orchestrator.config.problems import Findings, KeyPath, unknown_key
 from grpo_orch.orchestrator.config.structure import Kind, format_value, mismatch
-from grpo_orch.policies.model.spec import ALTERNATIVES, alternatives_of
+from grpo_orch.policies.model.spec import ALTERNATIVES
 from grpo_orch.policies.weights import disk_sizes
 
 _GATEWAY = "completions come from the gateway"
@@ -264,22 +264,3 @@ def check_resources(data: dict[str, Any], path: KeyPath, findings: Findings, *, 
                 findings.add((*below, index), message)
             else:
                 check_resources(item, (*below, index), findings, nested=True)
-
-
-def named_regions(resources: Mapping[str, Any]) -> set[str]:
-    """Return the regions in checked resources and their alternatives, as in `aws/us-east-1`."""
-    return {"/".join(parts[:2]) for parts in _infra_parts(resources) if len(parts) > 1 and "*" not in parts[:2]}
-
-
-def named_clouds(resources: Mapping[str, Any]) -> set[str]:
-    """Return the clouds in checked resources and their alternatives, in lower case."""
-    return {parts[0].lower() for parts in _infra_parts(resources)} - {"*"}
-
-
-def _infra_parts(resources: Mapping[str, Any]) -> list[list[str]]:
-    """Return cloud, region and zone of the resources and each alternative, as far as they are set."""
-    infras = [
-        machine.get("infra") or "/".join(str(machine.get(key) or "*") for key in ("cloud", "region"))
-        for machine in alternatives_of(resources)
-    ]
-    return [[part.strip() for part in str(infra).split("/")] for infra in infras]

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_orch.orchestrator.config.foreign_keys import grpo_value, named_clouds, named_regions
+from grpo_orch.orchestrator.config.foreign_keys import grpo_value
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
 from grpo_orch.policies.control.rollback import changes_on_rollback
 from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
-from grpo_orch.policies.model.spec import RolloutSpec, RunSpec, generates_itself, processes_of
+from grpo_orch.policies.model.spec import (
+    RolloutSpec,
+    RunSpec,
+    alternatives_of,
+    clouds_of,
+    generates_itself,
+    place_of,
+    processes_of,
+)
 from grpo_orch.policies.weights.adapters import adapter_obstacle
 
 # A notice is added if a rollback would discard more checkpoints than this.
@@ -83,7 +91,8 @@ def _note_unused_rollout_keys(spec: RunSpec, findings: Findings) -> None:
 
 
 def _note_several_regions(spec: RunSpec, findings: Findings) -> None:
-    regions = {region for part in (spec.trainer, spec.rollout) for region in named_regions(part.resources)}
+    machines = [*alternatives_of(spec.trainer.resources), *alternatives_of(spec.rollout.resources)]
+    regions = {"/".join(place) for machine in machines if "*" not in (place := place_of(machine))}
     if spec.cloud != "sky" or len(regions) < 2 or generates_itself(spec):
         return
     why = "nodes use private addresses, which do not reach other regions"
@@ -92,7 +101,7 @@ def _note_several_regions(spec: RunSpec, findings: Findings) -> None:
 
 
 def _note_azure_networks(spec: RunSpec, findings: Findings) -> None:
-    clouds = {cloud for part in (spec.trainer, spec.rollout) for cloud in named_clouds(part.resources)}
+    clouds = clouds_of(spec.trainer.resources) | clouds_of(spec.rollout.resources)
     if spec.cloud != "sky" or "azure" not in clouds or generates_itself(spec):
         return
     why = "SkyPilot makes a network for each machine, so nodes cannot reach the trainer"

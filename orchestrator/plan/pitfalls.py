@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.machines import (
     PLANNED_SHARE,
     KnownModel,
@@ -22,6 +21,7 @@ from grpo_orch.orchestrator.plan.model import MachinePlan, Plan, PlanWarning
 from grpo_orch.policies.model.gpus import VISIBLE, engine_gpus
 from grpo_orch.policies.model.spec import (
     RunSpec,
+    clouds_of,
     generates_itself,
     model_settings,
     processes_of,
@@ -171,8 +171,7 @@ def store_in_other_cloud(run: PlannedRun) -> Iterator[PlanWarning]:
         (run.plan.trainer, run.spec.trainer.resources),
         (run.plan.rollout, run.spec.rollout.resources),
     ):
-        clouds = {place.split("/")[0].lower() for place in places(resources) if place} - {"*"}
-        others = sorted(clouds - {store})
+        others = sorted(clouds_of(resources) - {store})
         if machine is None or not others:
             continue
         cost = f"{EGRESS_USD_PER_GB} $/GB"

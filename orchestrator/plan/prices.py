@@ -12,11 +12,10 @@ from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds import CloudMissing
 from grpo_orch.orchestrator.clouds.protocol import Offer
 from grpo_orch.orchestrator.clouds.sky.records import ListPrice, PriceList
-from grpo_orch.orchestrator.clouds.sky.work import places
 from grpo_orch.orchestrator.plan.model import CloudPrice, Prices
 from grpo_orch.policies.costs.disks import OWN
 from grpo_orch.policies.costs.store_costs import Location
-from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of
+from grpo_orch.policies.model.spec import RunSpec, accelerators_of, alternatives_of, clouds_of, place_of
 from grpo_orch.policies.model.vocabulary import Market, Role
 
 USUAL_CLOUDS = ("aws", "gcp", "azure")  # if run.yaml names none
@@ -70,7 +69,7 @@ def by_rehearsal(spec: RunSpec) -> PriceBook:
 
 def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
     """Return the catalog's list prices of the machines in run.yaml and of all others; query no cloud."""
-    clouds = clouds_of(spec)
+    clouds = listed_clouds(spec)
     if not clouds:
         return PriceBook(source="prices: none, because the machines are your own")
     try:
@@ -92,10 +91,9 @@ def by_catalog(spec: RunSpec, list_prices: ListPrices) -> PriceBook:
     )
 
 
-def clouds_of(spec: RunSpec) -> list[str]:
+def listed_clouds(spec: RunSpec) -> list[str]:
     """Return the run's clouds, else the usual ones, without those of own machines, which have no list prices."""
-    named = [place for section in (spec.trainer, spec.rollout) for place in places(section.resources) if place]
-    clouds = {place.split("/")[0].lower() for place in named} - {"*"}
+    clouds = clouds_of(spec.trainer.resources) | clouds_of(spec.rollout.resources)
     return sorted(clouds - set(OWN)) if clouds else list(USUAL_CLOUDS)
 
 
@@ -137,15 +135,14 @@ def _matches(price: ListPrice, wanted: dict[str, Any]) -> bool:
     """Return whether the price is of the wanted machine and place."""
     gpus = {(name.lower(), count) for name, count in accelerators_of(wanted)}
     machine = wanted.get("instance_type")
-    if not (gpus or machine) or not all(_is_in(price, place or "*") for place in places(wanted)):
+    if not (gpus or machine) or not _is_in(price, place_of(wanted)):
         return False
     return machine in (None, price.instance_type) and (not gpus or (price.gpu.lower(), price.gpus) in gpus)
 
 
-def _is_in(price: ListPrice, place: str) -> bool:
-    """Return whether the price is of that place: `aws/us-east-1/us-east-1a`, `aws` or `*`."""
-    actual = (price.cloud, price.region)
-    return all(part in ("*", name) for part, name in zip(place.split("/"), actual, strict=False))
+def _is_in(price: ListPrice, place: tuple[str, str]) -> bool:
+    """Return whether the price is of that cloud and region, each of which may be `*`."""
+    return all(part in ("*", name) for part, name in zip(place, (price.cloud, price.region), strict=True))
 
 
 def _usd_per_h(price: ListPrice, market: Market) -> float:

@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from grpo_orch.policies.model.pools import Pool
-from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself
+from grpo_orch.policies.model.spec import RunSpec, alternatives_of, generates_itself, place_of
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.weights.disk_sizes import DISK_SIZE, gb_of
 
 MONTH_H = 730.0  # as the clouds count
 DISK_GB = 256  # SkyPilot's default
 DISK_TIER = "medium"
-ANYWHERE = ("", "*")
 # The user's own machines, whose disks cost nothing and have a fixed size.
 OWN = ("kubernetes", "k8s", "ssh", "slurm", "local")
 
@@ -108,17 +107,11 @@ def _disks(spec: RunSpec, role: Role, pool: Pool | None) -> Iterator[tuple[str, 
         return
     resources = spec.trainer.resources if role is Role.TRAINER else spec.rollout.resources
     for machine in alternatives_of(resources):
-        place = str(machine.get("infra") or machine.get("cloud") or "")
-        named, _, rest = place.lower().partition("/")
-        region = rest.partition("/")[0] or str(machine.get("region") or "").lower()
-        if pool is not None and not _is_in(pool, named, region):
+        named, region = place_of(machine)
+        if pool is not None and not {named, region} <= {"*", pool.cloud.lower(), pool.region.lower()}:
             continue
-        clouds = (named,) if named not in ANYWHERE else tuple(_DISKS)
+        clouds = (named,) if named != "*" else tuple(_DISKS)
         clouds = clouds if pool is None else (pool.cloud,)
         gb, tier = gb_of(machine.get(DISK_SIZE)) or DISK_GB, machine.get("disk_tier")
         for cloud in clouds:
             yield cloud, disk_usd_per_h(cloud, None if tier is None else str(tier), gb)
-
-
-def _is_in(pool: Pool, cloud: str, region: str) -> bool:
-    return cloud in (pool.cloud.lower(), *ANYWHERE) and region in (pool.region.lower(), *ANYWHERE)

@@ -48,6 +48,18 @@ def alternatives_of(resources: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**common, **entry} for entry in nested or [{}]]
 
 
+def place_of(machine: Mapping[str, Any]) -> tuple[str, str]:
+    """Return cloud and region of one machine, in lower case; `*` if it names none."""
+    infra = machine.get("infra") or "/".join(str(machine.get(key) or "*") for key in ("cloud", "region"))
+    cloud, region, *_ = (part.strip().lower() or "*" for part in f"{infra}/*".split("/"))
+    return cloud, region
+
+
+def clouds_of(resources: Mapping[str, Any]) -> set[str]:
+    """Return the clouds that the resources and their alternatives name."""
+    return {place_of(machine)[0] for machine in alternatives_of(resources)} - {"*"}
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 

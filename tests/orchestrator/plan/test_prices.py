@@ -18,7 +18,7 @@ from grpo_orch.orchestrator.plan.prices import (
     by_offers,
     by_rehearsal,
     cloud_prices,
-    clouds_of,
+    listed_clouds,
     store_place,
 )
 from grpo_orch.policies.costs.store_costs import Location
@@ -77,7 +77,7 @@ def test_named_clouds_are_asked_or_else_the_usual_ones() -> None:
     by_catalog(asking(accelerators="H200:1"), listed)
     by_catalog(asking(accelerators="H200:1", infra="lambda/us-west-1"), listed)
     assert asked == [["aws", "gcp", "azure"], ["lambda"]]
-    assert clouds_of(asking(any_of=[{"infra": "gcp"}, {"infra": "aws/us-east-1"}])) == ["aws", "gcp"]
+    assert listed_clouds(asking(any_of=[{"infra": "gcp"}, {"infra": "aws/us-east-1"}])) == ["aws", "gcp"]
 
 
 def test_own_machines_need_no_price_list() -> None:
@@ -88,7 +88,7 @@ def test_own_machines_need_no_price_list() -> None:
     book = by_catalog(spec, never)
     assert (book.of(Role.TRAINER), book.unknown) == (Prices(), "")
     assert "your own" in book.source
-    assert clouds_of(asking(any_of=[{"infra": "slurm"}, {"infra": "gcp"}])) == ["gcp"]
+    assert listed_clouds(asking(any_of=[{"infra": "slurm"}, {"infra": "gcp"}])) == ["gcp"]
 
 
 def test_missing_price_list_gives_a_line_with_the_reason() -> None:
