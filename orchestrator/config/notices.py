@@ -21,9 +21,6 @@ from grpo_orch.policies.model.spec import (
 )
 from grpo_orch.policies.weights.adapters import adapter_obstacle
 
-# A notice is added if a rollback would discard more checkpoints than this.
-CHECKPOINTS_LOST_MAX = 4
-
 
 def find_notices(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
     """Add notices about a valid spec. `config` is the model's config.json; empty: unknown."""
@@ -59,18 +56,13 @@ def _note_unchanged_rollback(spec: RunSpec, findings: Findings) -> None:
 
 
 def _note_detection_delay(spec: RunSpec, findings: Findings) -> None:
-    logging_steps, save_steps = (
-        int(grpo_value(spec.grpo, "logging_steps")),
-        int(grpo_value(spec.grpo, "save_steps")),
-    )
-    steps = TYPICAL_DELAY_POINTS * logging_steps
-    loses_checkpoints = steps > CHECKPOINTS_LOST_MAX * save_steps
-    if logging_steps == 1 and not loses_checkpoints:
-        return
-    message = f"a divergence is detected about {TYPICAL_DELAY_POINTS} logged points after it begins"
-    lost = f" or {steps // save_steps} checkpoints, which a rollback discards" if loses_checkpoints else ""
-    fix = "; lower logging_steps to lose less" if logging_steps > 1 else ""
-    findings.notice(("grpo", "logging_steps"), f"{message}, here {steps} steps{lost}{fix}")
+    logging_steps = int(grpo_value(spec.grpo, "logging_steps"))
+    if logging_steps > 1:
+        message = f"a divergence is detected about {TYPICAL_DELAY_POINTS} logged points after it begins"
+        steps = TYPICAL_DELAY_POINTS * logging_steps
+        findings.notice(
+            ("grpo", "logging_steps"), f"{message}, here {steps} steps; lower logging_steps to lose less"
+        )
 
 
 def _note_merged_adapter(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
