@@ -7,6 +7,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +37,6 @@ from grpo_orch.orchestrator.config.model_size import find_size
 from grpo_orch.orchestrator.config.rules import name_problem
 from grpo_orch.orchestrator.plan.gather import NOWHERE, make_plan
 from grpo_orch.orchestrator.plan.machines import cached_lookup
-from grpo_orch.orchestrator.plan.model import to_json
 from grpo_orch.orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
 from grpo_orch.orchestrator.plan.steps import Measured, measure
 from grpo_orch.orchestrator.views import plan as views
@@ -127,10 +127,9 @@ def _init_recipe(recipe: str, folder: Path | None, name: str | None, output: Out
         files = write_recipe(recipe, folder, name)
     except OSError as error:
         if os.path.lexists(folder):
-            is_other = folder.is_dir() and folder.name != recipe
-            new = folder / recipe if is_other else folder.with_name(f"{folder.name}-2")
-            command = f"grpo-orch init --recipe {recipe} {shlex.quote(str(new))}"
-            raise Stop(f"{folder} already exists; write the recipe to a new folder: {command}") from None
+            raise Stop(
+                f"{folder} already exists; name a new one: grpo-orch init --recipe {recipe} FOLDER"
+            ) from None
         raise Stop(f"{folder}: {error.strerror}") from None
     message = f"Wrote {folder}: {', '.join(files)}. Its README.md lists what to change. Then run:"
     command = f"  cd {shlex.quote(str(folder))} && grpo-orch up run.yaml"
@@ -257,7 +256,7 @@ def plan(
         spec = load(run_yaml, find_size=sizes).spec
         measured, why, place = _measure(load_storage(run_yaml))
         run_plan = make_plan(spec, sizes, _prices(spec), measured, why, place)
-    print_result(output, to_json(run_plan), views.render(run_plan))
+    print_result(output, asdict(run_plan), views.render(run_plan))
 
 
 def _prices(spec: RunSpec) -> PriceBook:

@@ -315,7 +315,7 @@ def resume(
     store = open_store(storage)
     record = record_of(store)
     _refuse_held(store)
-    state = _state(store)
+    state = journal.recover(store).state
     changes = [*(changes or []), *_changed_steps(target, record.spec, changes)]
     if changes:
         rollback(target, to="latest", changes=changes, output=output)
@@ -462,10 +462,6 @@ def _refuse_other_secret(store: Store, record: RunRecord, nodes: list[str]) -> N
             f"`grpo-orch down {store.quoted}`",
             exit_codes.FAILED,
         )
-
-
-def _state(store: Store) -> RunState:
-    return journal.recover(store).state
 
 
 def show_plan(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from grpo_orch.policies.model.vocabulary import Market, Role
 
@@ -236,8 +236,3 @@ class Plan:
     warnings: tuple[PlanWarning, ...]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON data with all keys; unknown values are null."""
-    return asdict(plan)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_orch.orchestrator.cli.prepare import RECIPES, recipe_lines, write_recipe
 from grpo_orch.orchestrator.config.load import load
-from grpo_orch.policies.model.spec import Dataset, Replicas, RunSpec, datasets_of
+from grpo_orch.policies.model.spec import Replicas, RunSpec
 from tests.rigs.command_line import Cli
 
 ROOT = Path(__file__).parents[3]
@@ -88,8 +88,8 @@ def test_init_output_for_recipes_and_names(
     code, listed = said("--recipe", "nope")
     assert (code, len(listed.splitlines())) == (2, 1 + len(recipe_lines()))
     assert said("--recipe", "tiny")[0] == 0
-    for folder, new in (("tiny", "tiny-2"), (".", "tiny"), ("tiny/run.yaml", "tiny/run.yaml-2")):
-        hint = f"{folder} already exists; write the recipe to a new folder: grpo-orch init --recipe tiny {new}\n"
+    for folder in ("tiny", ".", "tiny/run.yaml"):
+        hint = f"{folder} already exists; name a new one: grpo-orch init --recipe tiny FOLDER\n"
         assert said("--recipe", "tiny", folder) == (2, hint)
     assert said("--recipe", "tiny", "no/such") == (2, "no/such: No such file or directory\n")
     assert said() == (
@@ -153,8 +153,3 @@ def test_a_shaped_reward() -> None:
     chats = [*map(chat, texts)]
     assert rewards.in_form(chats) == [1, 1, 0, 0, 1]
     assert [round(one, 2) for one in rewards.short(chats)] == [1, 1, 1, 1, 0.49]
-
-
-def test_the_shares_of_the_32b_recipe() -> None:
-    sets: tuple[Dataset, ...] = datasets_of(spec_of("qwen-32b").trainer.dataset)
-    assert [one.weight for one in sets] == [2, 1, 1]
