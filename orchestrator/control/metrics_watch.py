@@ -4,8 +4,8 @@ So the controller detects a divergence that the trainer cannot report, and a new
 one knew.
 
 A look reads a bounded number of objects; a controller that starts late in a long run needs several looks to catch
-up, and reports nothing until then. The detector's state is kept at the end of each object: after a restart from an
-earlier step, or a rollback, the watch returns to that state and rereads only later rows.
+up, and reports nothing until then. After a restart from an earlier step, or a rollback, the watch reads all rows
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ T = TypeVar("T")
 OBJECTS_PER_READ = 4  # a hundred rows each, which take 20 ms
 RECENT_ROWS = 500  # the newest rows, for the measured shape of a step
 TIMED_ROWS = 40  # the newest rows, searched for a timed step
-SAVED_MAX = 64  # above this every second saved state is dropped, so older ones are further apart
 
 Line = tuple[PolicyVersion | int, ...]
 
@@ -77,7 +76,6 @@ class MetricsWatch:
         self._logging_steps = logging_steps
         self._unreadable = unreadable or UnreadableDocuments()
         self._line: Line = (0,)  # oldest first
-        self._saved: list[WatchState] = []
         self._state = WatchState()
         self._pitfalls: list[Pitfall] = []  # not returned yet
         self._recent = deque[MetricsRow](maxlen=RECENT_ROWS)  # as read; rows of repeated steps occur twice
@@ -100,12 +98,14 @@ class MetricsWatch:
             return None
         timeline = forks[-1].timeline if forks else 0
         self._line = tuple(reversed(lineage(forks, timeline)))
-        self._return_to(lambda at: on_lineage(at, self._line))
+        if not on_lineage(PolicyVersion(self._state.timeline, self._state.step), self._line):
+            self._start_over()
         # Before it trains, the trainer does not report its start step.
         reached = trainer.step if trainer.timeline == timeline and trainer.max_steps > 0 else None
         if reached is not None:
             last_step = reached if self._is_same_attempt(trainer) else min(reached, self._stored_step)
-            self._return_to(lambda at: at.timeline != timeline or at.step <= last_step)
+            if self._state.timeline == timeline and self._state.step > last_step:
+                self._start_over()
             self._attempt, self._stored_step = (trainer.node, trainer.attempt), trainer.stored_step or 0
         if not self._read_on(reached):
             return None
@@ -131,17 +131,8 @@ class MetricsWatch:
     def _is_same_attempt(self, trainer: Trainer) -> bool:
         return self._attempt in (None, (trainer.node, trainer.attempt))
 
-    def _return_to(self, is_valid: Callable[[PolicyVersion], bool]) -> None:
-        """Return to the newest saved state at a valid policy version."""
-        if is_valid(self._at(self._state)):
-            return
-        while self._saved and not is_valid(self._at(self._saved[-1])):
-            self._saved.pop()
-        self._state = self._saved[-1] if self._saved else WatchState(timeline=_timeline_of(self._line[0]))
-
-    @staticmethod
-    def _at(state: WatchState) -> PolicyVersion:
-        return PolicyVersion(state.timeline, state.step)
+    def _start_over(self) -> None:
+        self._state = WatchState(timeline=_timeline_of(self._line[0]))
 
     def _read_on(self, reached: int | None) -> bool:
         """Read the next objects, up to step `reached` of the current timeline. Returns whether all are read."""
@@ -161,7 +152,7 @@ class MetricsWatch:
                 is_closed = not is_current or chunk != chunks[-1]
                 self._process(self._rows(timeline, chunk), last_step, is_closed=is_closed)
                 if chunk != chunks[-1]:
-                    self._save(chunk + 1)
+                    self._state = replace(self._state, chunk=chunk + 1)
             remaining -= len(chunks)
             if remaining < 0:
                 return False
@@ -213,13 +204,6 @@ class MetricsWatch:
             log.exception("watch_failed", check=check, step=row.step)
             self._unreadable.note_failure(check, row.step, error)
             return default
-
-    def _save(self, chunk: int) -> None:
-        """Continue with another object, and save the state before it."""
-        self._state = replace(self._state, chunk=chunk)
-        self._saved.append(self._state)
-        if len(self._saved) > SAVED_MAX:
-            del self._saved[1::2]
 
 
 def _timeline_of(part: PolicyVersion | int) -> int:
