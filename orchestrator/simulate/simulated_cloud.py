@@ -173,7 +173,7 @@ class SimulatedMachine:
 
 # The cloud.
 
-PRICES_EVERY_S = 3600.0  # as in `orchestrator.control.current_prices`: the age of pool prices
+PRICES_EVERY_S = 3600.0  # as in `orchestrator.control.observe`: the age of pool prices
 REFUSED_S = 20.0  # per refusal, when the cloud tries one zone after the other
 
 

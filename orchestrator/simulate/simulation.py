@@ -18,11 +18,10 @@ from grpo_orch.checkpoint.journal import Fenced, Journal
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.orchestrator.clouds.protocol import Cloud, LaunchOrder
-from grpo_orch.orchestrator.control import current_prices as pricing
+from grpo_orch.orchestrator.control import observe
 from grpo_orch.orchestrator.control.actuate import ACT_WITHIN_S, Actuator
 from grpo_orch.orchestrator.control.controller import Controller, Decide
 from grpo_orch.orchestrator.control.daemon import renew
-from grpo_orch.orchestrator.control.observe import Observer
 from grpo_orch.orchestrator.control.run_clock import RunClock
 from grpo_orch.orchestrator.simulate.market_trace import MarketTrace, plentiful
 from grpo_orch.orchestrator.simulate.simulated_cloud import (
@@ -258,7 +257,7 @@ class SimulatedDaemon:
         simulation.take_overs.append((self.journal.epoch, simulation.time_s))
         self.actuator = QueuedActuator(simulation, self)
         cloud = _ControllerCloud(simulation, self)
-        observer = Observer(
+        observer = observe.Observer(
             self.store,
             cloud,  # type: ignore[arg-type]  # the methods that it calls
             replace(simulation.spec, cloud="sky"),  # so that it reads pools
@@ -306,7 +305,7 @@ class SimulatedDaemon:
                 self.busy = busy
 
 
-class _InstantPrices(pricing.Prices):
+class _InstantPrices(observe.Prices):
     """Prices without a request and its delay."""
 
     def __init__(self, cloud: Cloud, simulated: SimulatedCloud) -> None:

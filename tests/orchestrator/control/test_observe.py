@@ -1,4 +1,4 @@
-"""What the controller may conclude from what a gateway wrote on a machine with another clock."""
+"""What the controller may conclude from what a gateway wrote on a machine with another clock; and prices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator.clouds.protocol import CloudUnavailable, Offer
-from grpo_orch.orchestrator.control.current_prices import Prices
 from grpo_orch.orchestrator.control.observe import (
     COMMANDS_EVERY_S,
     FRESH_S,
     GATEWAYS_EVERY_S,
+    MAX_FAILURES,
     GatewayWatch,
     Observer,
+    Prices,
     TrainerWatch,
 )
 from grpo_orch.policies.model import exit_codes
@@ -28,10 +29,11 @@ from grpo_orch.policies.model.events import Diverged
 from grpo_orch.policies.model.pools import PoolOffer
 from grpo_orch.policies.model.state import Money, RunState
 from grpo_orch.policies.model.timelines import Fork
-from grpo_orch.policies.model.vocabulary import MachineState, PolicyVersion
+from grpo_orch.policies.model.vocabulary import MachineState, Market, PolicyVersion, Role
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.joining import Stage
 from grpo_orch.policies.tick.snapshot import Command, Machine, Trainer
+from tests.budget import until
 from tests.stand_ins.world import spec
 
 names = itertools.count()
@@ -340,21 +342,92 @@ def test_replaced_gateways_late_write_changes_nothing() -> None:
     assert documents.newest_gateway(world.store) == order[-1]
 
 
+# Prices: on both markets, for a node may be bought on either.
+
+TRAINER = Offer(Role.TRAINER, Market.ON_DEMAND, "a machine", 4.0, max_usd_per_h=5.0)  # never on spot
+ROLLOUT = Offer(
+    Role.ROLLOUT, Market.SPOT, "a machine", 1.0, 4.0, max_usd_per_h=2.0, other_market_max_usd_per_h=6.0
+)
+
+
+class Telling:
+    """What is asked of a cloud here."""
+
+    def __init__(self, *offers: Offer) -> None:
+        self.priced = list(offers)
+
+    def offers(self) -> list[Offer]:
+        if not self.priced:
+            raise CloudUnavailable("try again")
+        return self.priced
+
+    def pools(self) -> list[PoolOffer]:
+        return []
+
+
+def heard(*offers: Offer) -> object:
+    prices = Prices(Telling(*offers))  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    prices.fetch()
+    return prices.observe()
+
+
+def test_the_dearest_of_both_markets_is_known() -> None:
+    found = heard(TRAINER, ROLLOUT)
+    assert found == {"trainer on demand": 5.0, "rollout on spot": 2.0, "rollout on demand": 6.0}
+
+
+def test_a_cloud_that_does_not_answer_makes_nothing_known() -> None:
+    assert heard() is None
+
+
+class Odd(Telling):
+    """Its answer breaks what reads it, `times` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(TRAINER)
+        self.times = times
+
+    def pools(self) -> list[PoolOffer]:
+        self.times -= 1
+        if self.times >= 0:
+            raise KeyError("zone")
+        return []
+
+
+def test_unexpected_error_is_logged_retried_and_stops_blocking() -> None:
+    prices = Prices(Odd(MAX_FAILURES))  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    for _ in range(MAX_FAILURES - 1):
+        prices.fetch()
+    assert (prices.pools(), prices.trouble()) == (None, "")
+    prices.fetch()
+    assert (prices.pools(), prices.trouble()) == ((), "KeyError: 'zone'")
+    assert prices.observe() == {"trainer on demand": 5.0}  # which it did answer
+    prices.fetch()
+    assert (prices.pools(), prices.trouble()) == ((), "")
+
+
+def test_known_prices_stay_while_the_cloud_is_away() -> None:
+    cloud = Telling(TRAINER)
+    prices = Prices(cloud)  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    prices.fetch()
+    cloud.priced.clear()
+    for _ in range(MAX_FAILURES):
+        prices.fetch()
+    assert (prices.observe(), prices.trouble()) == ({"trainer on demand": 5.0}, "")
+
+
+class Empty(Telling):
+    """It has no machine yet."""
+
+    def machines(self) -> dict[str, Machine]:
+        return {}
+
+
 def test_a_budget_that_a_user_sets_later_needs_prices_too() -> None:
     """`resume --budget-usd` of a run whose run.yaml has none."""
-
-    class Listed(Prices):
-        def observe(self) -> dict[str, float]:
-            return {"trainer on demand": 4.0}
-
-    class Empty:
-        def machines(self) -> dict[str, Machine]:
-            return {}
-
     world = World()
     spot_alone = replace(spec(), rollout=replace(spec().rollout, resources={"use_spot": True}))
-    observer = Observer(world.store, Empty(), spot_alone, prices=Listed)  # type: ignore[arg-type]  # the rest of a cloud is not asked
+    observer = Observer(world.store, Empty(TRAINER), spot_alone)  # type: ignore[arg-type]  # the rest of a cloud is not asked
     assert observer.observe(world.now_s, (), RunState()).prices is None
-    assert observer.observe(world.now_s, (), RunState(money=Money(cap_usd=50.0))).prices == {
-        "trainer on demand": 4.0
-    }
+    capped = RunState(money=Money(cap_usd=50.0))
+    assert until("prices", lambda: observer.observe(world.now_s, (), capped).prices) == {"trainer on demand": 5.0}
