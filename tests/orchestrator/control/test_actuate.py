@@ -112,14 +112,7 @@ def test_refusal_is_returned_once(cloud: Clouds, actuator: Actuator) -> None:
     cloud.fails = CloudRefused(Refusal.QUOTA, "no vCPUs left")
     cloud.go.set()
     actuator.submit((LAUNCH,), held)
-    told: list[LaunchRefused] = []
-
-    def heard() -> bool:
-        told.extend(actuator.collect())
-        return bool(told)
-
-    until("done", heard)
-    assert told == [LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left")]
+    assert until("done", actuator.collect) == (LaunchRefused("rollout-0-i1", Refusal.QUOTA, "no vCPUs left"),)
     assert actuator.collect() == ()
 
 
@@ -140,14 +133,8 @@ def test_refusal_of_terminating_node_is_returned_afterwards(
     until("done", lambda: not runs("Launch rollout-0-i1"))
     assert actuator.collect() == ()
     cloud.go.set()
-    told: list[LaunchRefused] = []
-
-    def heard() -> bool:
-        told.extend(actuator.collect())
-        return bool(told)
-
-    until("done", heard)
-    assert told == [LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)]
+    refusal = LaunchRefused("rollout-0-i1", Refusal.UNKNOWN, "called off", left)
+    assert until("done", actuator.collect) == (refusal,)
 
 
 def test_unavailable_cloud_is_not_called_again_at_once(cloud: Clouds, store: AwayStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.backends import BytesLike
 from grpo_orch.checkpoint.store.errors import StoreUnavailable
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.control.controller import Controller
+from grpo_orch.orchestrator.control.controller import Controller, Decide
+from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model.events import PitfallFound
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.model.state import RunState
@@ -86,15 +88,31 @@ class Hands:
             self._world.act(action)
 
 
+class Rig:
+    """A simulated run, its store, and its controller with eyes and hands in the simulated world."""
+
+    def __init__(self, decide: Decide = decide) -> None:
+        self.store = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0)
+        self.world = World(max_steps=10**6)
+        self.eyes = Eyes(self.world, self.store)
+        writer = Journal(self.store, "a/1")
+        state = writer.take_over(self.world.now_s, "a", 1, "up")
+        hands: Any = Hands(self.world)  # stand-ins for cloud and processes
+        eyes: Any = self.eyes
+        self.controller = Controller(self.store, self.world.spec, writer, state, eyes, hands, decide)
+
+    def goes_on(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.controller.tick(self.world.now_s)
+            self.world.advance()
+
+
 @pytest.mark.parametrize("leaves", ["before", "after", "delete"])
 def test_store_outage_in_a_tick_leaves_state_and_journal_equal(leaves: str) -> None:
     """At each entry in turn; the run goes on, and its one controller is never taken for a replaced one."""
     for when in (0, 1, 5):
-        store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
-        writer = Journal(store, "a/1")
-        state = writer.take_over(world.now_s, "a", 1, "up")
-        eyes, hands = Eyes(world, store), Hands(world)
-        controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]  # stand-ins for cloud and processes
+        rig = Rig()
+        store, world, controller = rig.store, rig.world, rig.controller
         for tick in range(60):
             if tick == 30:
                 documents.send_command(store, "down", world.now_s)
@@ -115,14 +133,13 @@ def test_store_outage_in_a_tick_leaves_state_and_journal_equal(leaves: str) -> N
 @pytest.mark.parametrize(("leaves", "journalled"), [("before", ["second"]), ("after", ["first", "second"])])
 def test_events_after_a_lost_answer_get_their_own_entry(leaves: str, journalled: list[str]) -> None:
     """And not the one that may have been stored: that number is settled before another look."""
-    store, world = LeavingStore(f"memory://controller-{next(names)}", retry_s=0.0), World()
-    writer, told = Journal(store, "a/1"), iter(("first", "second"))
+    told = iter(("first", "second"))
 
     def decide(state: RunState, snapshot: Snapshot, spec: RunSpec) -> Decision:  # noqa: ARG001  # a decision's signature
         return Decision((PitfallFound(next(told), 1, ""),), (Confirm("rollout-0-i1"),), 1.0, "")
 
-    state, eyes, hands = writer.take_over(world.now_s, "a", 1, "up"), Eyes(world, store), Hands(world)
-    controller = Controller(store, world.spec, writer, state, eyes, hands, decide)  # type: ignore[arg-type]
+    rig = Rig(decide=decide)
+    store, world, controller = rig.store, rig.world, rig.controller
     store.leaves = leaves
     with pytest.raises(StoreUnavailable):
         controller.tick(world.now_s)
@@ -134,36 +151,21 @@ def test_events_after_a_lost_answer_get_their_own_entry(leaves: str, journalled:
 
 def test_replaced_controller_acts_no_more_even_without_events() -> None:
     """It was stopped; the machine that it does not know is its successor's."""
-    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
-    writer = Journal(store, "a/1")
-    state = writer.take_over(world.now_s, "a", 1, "up")
-    controller = Controller(store, world.spec, writer, state, Eyes(world, store), Hands(world))  # type: ignore[arg-type]
-    for _ in range(30):
-        controller.tick(world.now_s)
-        world.advance()
-    Journal(store, "b/2").take_over(world.now_s, "b", 2, "resume")
+    rig = Rig()
+    rig.goes_on(30)
+    world, controller = rig.world, rig.controller
+    Journal(rig.store, "b/2").take_over(world.now_s, "b", 2, "resume")
     world.machines["rollout-0-i7"] = Machine("rollout-0-i7", MachineState.UP)
     with pytest.raises(Fenced, match="b/2"):
         controller.tick(world.now_s)
     assert "rollout-0-i7" in world.machines
 
 
-def under_way() -> tuple[World, Eyes, Controller]:
-    """A run that trains, what its controller sees it by, and that one."""
-    store, world = Store(f"memory://controller-{next(names)}", retry_s=0.0), World(max_steps=10**6)
-    writer = Journal(store, "a/1")
-    state = writer.take_over(world.now_s, "a", 1, "up")
-    eyes, hands = Eyes(world, store), Hands(world)
-    controller = Controller(store, world.spec, writer, state, eyes, hands)  # type: ignore[arg-type]
-    for _ in range(40):
-        controller.tick(world.now_s)
-        world.advance()
-    return world, eyes, controller
-
-
 def test_no_silence_from_before_an_outage_counts() -> None:
     """The trainer beats all the time; its controller does not see it for a while, and then sees its last beat."""
-    world, eyes, controller = under_way()
+    rig = Rig()
+    rig.goes_on(40)
+    world, eyes, controller = rig.world, rig.eyes, rig.controller
     eyes.away = True
     for _ in range(30):
         world.now_s += 5.0
@@ -177,7 +179,9 @@ def test_no_silence_from_before_an_outage_counts() -> None:
 
 def test_silence_does_not_count_over_unanswered_listings() -> None:
     """The trainer is silent; from the first look that finds everybody it has its whole time."""
-    world, eyes, controller = under_way()
+    rig = Rig()
+    rig.goes_on(40)
+    world, eyes, controller = rig.world, rig.eyes, rig.controller
     for _ in range(20):
         world.now_s += 5.0
         controller.tick(world.now_s)
