@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 IDLE_EVERY_S = 30.0  # listing a machine's jobs costs the machine seconds of a core
-IDLE_REST_FACTOR = 4.0  # times the duration of such a check: the pause after it
 SILENCE_GAP_S = 20.0  # no `confirm` for this long: the machine reported in between
 REGION_WAIT_S = 5.0
 
@@ -249,15 +248,14 @@ class SkyCloud:
         since_s, last_s = self._silences.get(node, (now_s, now_s))
         if now_s - last_s > SILENCE_GAP_S:
             since_s = now_s
-        due = now_s - since_s >= IDLE_EVERY_S
-        self._silences[node] = (now_s if due else since_s, now_s)
-        if not due:
+        self._silences[node] = (since_s, now_s)
+        if now_s - since_s < IDLE_EVERY_S:
             return
-        if not self._unrecorded.is_idle(name, CALL_TIMEOUT_S):
-            # A slow answer means a busy machine; the check itself may keep it busy.
-            next_s = time.monotonic() + IDLE_REST_FACTOR * (time.monotonic() - now_s)
-            self._silences[node] = (next_s, next_s)
-            return
+        try:
+            if not self._unrecorded.is_idle(name, CALL_TIMEOUT_S):
+                return
+        finally:  # a slow answer means a busy machine, which this check may keep busy
+            self._silences[node] = (time.monotonic(), time.monotonic())
         self._watch.read()  # the machine reports before its job ends
         entry, report = self._clusters.entries().get(name), self._watch.reports.by_node.get(node)
         if entry is None or (report and report.attempt >= entry.attempt and report.exit_code is not None):

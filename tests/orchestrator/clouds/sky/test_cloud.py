@@ -16,7 +16,6 @@ from grpo_orch.checkpoint.store import layout
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable, LaunchOrder
 from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
 from grpo_orch.orchestrator.clouds.sky import watch
-from grpo_orch.orchestrator.clouds.sky import watch as suspicion
 from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
 from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState
 from grpo_orch.orchestrator.home import run_dir
@@ -96,23 +95,6 @@ def test_listing_is_unknown_after_a_long_outage(clouds: SkyWorld, monkeypatch: p
         return False
 
     wait_until("nothing is known", nothing_is_known)
-
-
-def test_machine_slow_to_report_its_jobs_keeps_them(clouds: SkyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def slowly(name: str, _: float) -> bool:
-        asked.append(name)
-        time.sleep(0.2)
-        return False
-
-    monkeypatch.setattr(suspicion, "QUERY_EVERY_S", 0.0)
-    monkeypatch.setattr(clouds.sky, "is_idle", slowly)
-    monkeypatch.setattr(sky_cloud, "IDLE_REST_FACTOR", 1000.0)
-    cloud = running(clouds)
-    for _ in range(3):
-        cloud.confirm("trainer-0-i1")
-    assert len(asked) == 1
 
 
 def test_machine_reporting_a_rebalance_recommendation_is_seen(clouds: SkyWorld) -> None:
