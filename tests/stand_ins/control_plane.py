@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import pytest
 import structlog
@@ -28,7 +28,7 @@ from grpo_orch.checkpoint.store.run_store import OPTIONS_ENV, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator import clouds
 from grpo_orch.orchestrator.clouds.local import LocalCloud, machine_record, marked_processes
-from grpo_orch.orchestrator.clouds.protocol import Cloud, CloudRefused, CloudUnavailable
+from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
 from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
 from grpo_orch.orchestrator.clouds.sky import watch
 from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
@@ -170,37 +170,10 @@ class Table:
         return [SkyOffer("aws/us-east-1/us-east-1a", "p5.48xlarge", "H100:8", spot, 21.5 if spot else 55.04)]
 
 
-class CloudWorld(Protocol):
-    """The run's cloud, and the machines behind it."""
-
-    keeps_logs: bool  # of machines that are gone
-
-    def open(self) -> Cloud:
-        """The cloud as one more controller opens it."""
-
-    def exists(self, node: str) -> bool:
-        """Whether anything of the machine is there."""
-
-    def attempts(self, node: str) -> list[int]:
-        """The attempts whose work was started on machines of that name."""
-
-    def kill(self, node: str) -> None:
-        """The machine dies by itself."""
-
-    def notice(self, node: str) -> None:
-        """The machine is told that it will be taken."""
-
-    def capacity(self, slot: str, *, ok: bool) -> None:
-        """Whether there are machines for this slot."""
-
-    def close(self) -> None:
-        """End everything."""
-
-
 class LocalWorld:
     """Machines that are processes of this one."""
 
-    keeps_logs = True
+    keeps_logs = True  # of machines that are gone
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GRPO_ORCH_NODE_PYTHON", str(STAND_IN))
@@ -305,6 +278,9 @@ class SkyWorld:
     def close(self) -> None:
         for cloud in self._opened:
             cloud.close()
+
+
+CloudWorld = LocalWorld | SkyWorld
 
 
 class SkyUser(Run):

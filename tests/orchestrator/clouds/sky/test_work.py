@@ -18,7 +18,6 @@ from grpo_orch.orchestrator.clouds.sky.remote_controller import settings_elsewhe
 from grpo_orch.orchestrator.clouds.sky.work import (
     SETTABLE,
     is_secret,
-    region_of,
     resources_for,
     sole_region,
     unused_clouds,
@@ -180,14 +179,6 @@ def test_an_entry_that_names_its_market_keeps_it() -> None:
     wanted = {"ordered": [{"cpus": 4}, {"cpus": 4, "use_spot": False}]}
     asked = resources_for(wanted, Role.ROLLOUT, Market.SPOT, None)
     assert asked == {"use_spot": True, "ordered": [{"cpus": 4, "use_spot": True}, {"cpus": 4, "use_spot": False}]}
-
-
-@pytest.mark.parametrize(
-    ("infra", "region"),
-    [("aws/us-east-1/us-east-1a", EAST), ("AWS/us-east-1", EAST), ("k8s/a/b", "kubernetes/a/b"), ("aws", "aws")],
-)
-def test_region_follows_infra(infra: str, region: str) -> None:
-    assert region_of(infra) == region
 
 
 @pytest.mark.parametrize(
