@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -42,7 +42,7 @@ TIMED_ROWS = 40  # the newest rows, searched for a timed step
 Line = tuple[PolicyVersion | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WatchState:
     """The detectors' state after a row, and the position to continue from.
 
@@ -144,7 +144,7 @@ class MetricsWatch:
             is_current = isinstance(part, int)
             last_step = reached if isinstance(part, int) else part.step
             if timeline > self._state.timeline:
-                self._state = replace(self._state, timeline=timeline, chunk=_chunk_of(self._state.step + 1))
+                self._state.timeline, self._state.chunk = timeline, _chunk_of(self._state.step + 1)
             if last_step is None or (is_current and last_step < self._state.step + self._logging_steps):
                 return True
             chunks = self._chunks(timeline, last_step)
@@ -152,7 +152,7 @@ class MetricsWatch:
                 is_closed = not is_current or chunk != chunks[-1]
                 self._process(self._rows(timeline, chunk), last_step, is_closed=is_closed)
                 if chunk != chunks[-1]:
-                    self._state = replace(self._state, chunk=chunk + 1)
+                    self._state.chunk = chunk + 1
             remaining -= len(chunks)
             if remaining < 0:
                 return False
@@ -174,27 +174,22 @@ class MetricsWatch:
     def _process(self, rows: Iterable[MetricsRow], last_step: int, *, is_closed: bool) -> None:
         """Process the rows of an object. Unless it is closed, its newest row may still get an evaluation."""
         state, rows = self._state, [row for row in rows if row.step <= last_step]
-        detector, pitfalls, noticed_step = state.detector, state.pitfalls, state.noticed_step
         for row in rows:
             if row.step > state.step:
                 self._recent.append(row)
                 self._is_shape_outdated = True
-                detector = self._guarded(
-                    row,
-                    "divergence detector",
-                    partial(follow, detector, metrics.point_of(row), self._kl.limit, self._kl.task_changes),
-                    detector,
-                )
+                point, kl = metrics.point_of(row), self._kl
+                advance = partial(follow, state.detector, point, kl.limit, kl.task_changes)
+                state.detector = self._guarded(row, "divergence detector", advance, state.detector)
         for row in rows if is_closed else rows[:-1]:
-            if row.step > noticed_step:
-                noticed_step = row.step
+            if row.step > state.noticed_step:
+                state.noticed_step = row.step
                 # `point_of` drops evaluations and the run's own metrics, which pitfalls need.
-                find = partial(find_pitfalls, pitfalls, Point(row.step, row.values))
-                unchanged: tuple[Pitfalls, tuple[Pitfall, ...]] = (pitfalls, ())
-                pitfalls, new = self._guarded(row, "pitfalls", find, unchanged)
+                find = partial(find_pitfalls, state.pitfalls, Point(row.step, row.values))
+                unchanged: tuple[Pitfalls, tuple[Pitfall, ...]] = (state.pitfalls, ())
+                state.pitfalls, new = self._guarded(row, "pitfalls", find, unchanged)
                 self._pitfalls += new
-        step = max([state.step, *(row.step for row in rows)])
-        self._state = replace(state, step=step, noticed_step=noticed_step, detector=detector, pitfalls=pitfalls)
+        state.step = max([state.step, *(row.step for row in rows)])
 
     def _guarded(self, row: MetricsRow, check: str, evaluate: Callable[[], T], default: T) -> T:
         """Evaluate a row; if that fails, report it once and continue as if the row had not been logged."""
