@@ -62,14 +62,13 @@ from grpo_orch.policies.tick.snapshot import Machine
 
 
 class LocalCloud:
-    """Machines below `folder`, for the run that `spec` describes."""
+    """Machines below `folder`, for the run that `spec` describes. The methods are those of `Cloud`."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         self.folder = folder
         self._spec = spec
 
     def machines(self) -> dict[str, Machine]:
-        """See `Cloud.machines`."""
         machines = {}
         for path in sorted(self.folder.glob(f"*/{MACHINE}")):
             with contextlib.suppress(FileNotFoundError):  # it is being terminated
@@ -77,7 +76,6 @@ class LocalCloud:
         return machines
 
     def launch(self, order: LaunchOrder) -> None:
-        """See `Cloud.launch`."""
         self._check_capacity(order)
         folder = self.folder / order.node
         (folder / "work").mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -89,7 +87,7 @@ class LocalCloud:
             self._start(order, folder, python, gpus)
 
     def terminate(self, node: str) -> None:
-        """See `Cloud.terminate`. Kills the processes immediately."""
+        """Kill the processes immediately."""
         folder = self.folder / node
         if folder.exists():
             _destroy(folder)
@@ -97,7 +95,7 @@ class LocalCloud:
                 (folder / name).unlink(missing_ok=True)
 
     def confirm(self, node: str) -> None:
-        """See `Cloud.confirm`. Does nothing: `machines` always checks the processes."""
+        """Do nothing: `machines` always checks the processes."""
 
     def notify(self, node: str) -> None:
         """Give the node a preemption notice, as a metadata service would."""
@@ -116,7 +114,6 @@ class LocalCloud:
         (self.folder / "no_capacity.json").write_text(json.dumps(document))
 
     def offers(self) -> list[Offer]:
-        """See `Cloud.offers`."""
         return [
             Offer(
                 role,
@@ -131,22 +128,20 @@ class LocalCloud:
         ]
 
     def pools(self) -> list[PoolOffer]:
-        """See `Cloud.pools`. There is no choice."""
+        """Return no pools: there is no choice."""
         return []
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
-        """See `Cloud.log`."""
         return lines_of(self._logs()[node], follow)
 
     def logged_nodes(self) -> list[str]:
-        """See `Cloud.logged_nodes`."""
         return sorted(self._logs())
 
     def clean_up(self) -> None:
-        """See `Cloud.clean_up`. Local machines share nothing."""
+        """Do nothing: local machines share nothing."""
 
     def close(self) -> None:
-        """See `Cloud.close`. Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def _start(self, order: LaunchOrder, folder: Path, python: str, gpus: dict[str, str]) -> None:
         environment = {

@@ -58,7 +58,7 @@ REGION_WAIT_S = 5.0
 
 
 class SkyCloud:
-    """The machines of one run."""
+    """The machines of one run. The methods are those of `Cloud`."""
 
     def __init__(self, sky: SkyPilot, record: RunRecord, store: Store) -> None:
         self._sky = sky
@@ -75,7 +75,6 @@ class SkyCloud:
         self._building = threading.Lock()
 
     def machines(self) -> dict[str, Machine]:
-        """See `Cloud.machines`."""
         self._watch.start()
         self._watch.check_fresh()
         # A launch in progress counts as a machine: it must be taken down if it is no longer wanted.
@@ -87,7 +86,6 @@ class SkyCloud:
         return machines
 
     def launch(self, order: LaunchOrder) -> None:
-        """See `Cloud.launch`."""
         name = self._prefix + order.node
         with self._clusters.call(name):
             entry = self._clusters.entries().get(name)
@@ -115,7 +113,7 @@ class SkyCloud:
             self._clusters.mark_submitted(name, order.attempt)
 
     def terminate(self, node: str) -> None:
-        """See `Cloud.terminate`. Also ends a launch of the same machine that is in progress."""
+        """Also end a launch of the same machine that is in progress."""
         name = self._prefix + node
         is_launching = name in self._clusters.launching()
         with self._clusters.call(name):
@@ -126,13 +124,12 @@ class SkyCloud:
             self._clusters.forget(name)
 
     def confirm(self, node: str) -> None:
-        """See `Cloud.confirm`."""
         name = self._prefix + node
         if self._suspicions.check(name):
             self._check_unreported_end(name, node)
 
     def offers(self) -> list[Offer]:
-        """See `Cloud.offers`. Raises CloudRefused when SkyPilot knows no machine that fits."""
+        """Return the offers; raise CloudRefused when SkyPilot knows no machine that fits."""
         by_role = {
             Role.TRAINER: self._offer(Role.TRAINER, self._spec.trainer.resources),
             Role.ROLLOUT: self._offer(Role.ROLLOUT, self._spec.rollout.resources),
@@ -140,7 +137,6 @@ class SkyCloud:
         return [by_role[role] for role, _, _ in wanted_slots(self._spec)]
 
     def pools(self) -> list[PoolOffer]:
-        """See `Cloud.pools`."""
         region = sole_region(self._spec)
         roles = {role for role, _, _ in wanted_slots(self._spec)}
         if any(names_markets(self._resources(role)) for role in roles):
@@ -177,23 +173,19 @@ class SkyCloud:
         return Offer(role, market, description, best.price_usd_per_h, other_least, most, other_most)
 
     def log(self, node: str, *, follow: bool) -> Iterator[str]:
-        """See `Cloud.log`."""
         if node == "daemon" and self._daemon_log.exists():
             return lines_of(self._daemon_log, follow)
         return self._sky.log(self._prefix + self._newest(node), follow=follow)
 
     def logged_nodes(self) -> list[str]:
-        """See `Cloud.logged_nodes`."""
         nodes = self._nodes()
         daemon = ["daemon"] if self._daemon_log.exists() else []
         return sorted({*daemon, *nodes, *(slot_and_incarnation(node)[0] for node in nodes)})
 
     def clean_up(self) -> None:
-        """See `Cloud.clean_up`."""
         self._unrecorded.clean_up()
 
     def close(self) -> None:
-        """See `Cloud.close`."""
         self._watch.close()
 
     @property
