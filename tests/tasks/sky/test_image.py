@@ -43,12 +43,7 @@ def test_skypilot_takes_recipe_and_its_setup_makes_environment(
     assert task.workdir == "."
     [resources] = task.resources
     assert resources.disk_size == 100
-    environment = {
-        "HOME": str(rig.home),
-        "PATH": f"{rig.folder}/bin:/usr/bin:/bin",
-        "GRPO_ORCH_PREPARED": str(rig.prepared),
-        **task.envs,
-    }
+    environment = rig.environment | task.envs
     done = subprocess.run(["bash", "-c", task.setup], env=environment, cwd=synced, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"grpo-orch setup: made {rig.prepared} for images"

@@ -71,13 +71,19 @@ class MachineRig:
         """Put a program of that name before all others."""
         program(self.folder / "bin" / name, text)
 
-    def run(self, script: str) -> subprocess.CompletedProcess[str]:
-        environment = {
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
             "HOME": str(self.home),
             "PATH": f"{self.folder}/bin:/usr/bin:/bin",
             "GRPO_ORCH_WHEEL": self.wheel,
             "GRPO_ORCH_PREPARED": str(self.prepared),
             "GRPO_ORCH_RUN": f"file://{self.folder}/store",
+        }
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **self.environment,
             "GRPO_ORCH_NODE": "rollout-0-i1",
             "GRPO_ORCH_ATTEMPT": "1",
             "GRPO_ORCH_TOKEN": "hunter2",

@@ -50,16 +50,7 @@ class ControllerRig(MachineRig):
     reason: str = "up"
 
     def start(self, *scripts: str, **more: str) -> subprocess.Popen[str]:
-        environment = {
-            "HOME": str(self.home),
-            "PATH": f"{self.folder}/bin:/usr/bin:/bin",
-            "GRPO_ORCH_WHEEL": self.wheel,
-            "GRPO_ORCH_PREPARED": str(self.prepared),
-            "GRPO_ORCH_RUN": f"file://{self.folder}/store",
-            "GRPO_ORCH_REASON": self.reason,
-            "GRPO_ORCH_CLOUDS": "aws,gcp",
-            **more,
-        }
+        environment = self.environment | {"GRPO_ORCH_REASON": self.reason, "GRPO_ORCH_CLOUDS": "aws,gcp"} | more
         argv = ["bash", "-c", "".join((SCRIPTS / script).read_text() for script in scripts)]
         pipe = subprocess.PIPE
         return subprocess.Popen(
