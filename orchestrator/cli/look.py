@@ -122,7 +122,7 @@ def events(target: Target = None, follow: Follow = False, output: AsJson = Outpu
 def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
-    built = _report(RunObserver(store))
+    built = _report(store)
     print_result(output, reports.to_json(built), reports.render(built))
 
 
@@ -159,7 +159,7 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
             text_terminal(output),
         )
         return
-    built = _report(looker)
+    built = _report(store)
     print_result(output, reports.to_json(built), reports.render(built))
     if (stop := _bad_end(built)) is not None:
         raise stop
@@ -214,9 +214,10 @@ def _log(store: Store, record: RunRecord, node: str, follow: bool) -> Iterator[s
         raise Stop(f"no log of {node!r}; available logs: {known}") from None
 
 
-def _report(looker: RunObserver) -> Report:
-    now_s = looker.settle()
-    return reports.build_report(looker.reader, now_s)
+def _report(store: Store) -> Report:
+    observer = RunObserver(store, whole=True)
+    now_s = observer.settle()
+    return reports.build_report(observer.reader, now_s)
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:

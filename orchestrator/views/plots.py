@@ -18,7 +18,7 @@ from grpo_orch.checkpoint.records.metrics import REWARD_MAX, REWARD_MIN, Metrics
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
-from grpo_orch.policies.ledger.accounting import abandoned, fault_costs, journalled_faults
+from grpo_orch.policies.ledger.accounting import abandoned, fault_costs
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#3366cc", "#e07b39", "#2e8b6f", "#7a5ba8", "#c0392b"
 INK, GRID = "#333a45", "#e3e6ea"
@@ -48,10 +48,9 @@ class AbandonedRows:
 
 def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
-    reader = Reader(store)
+    reader = Reader(store, whole=True)
     reader.refresh()
-    faults = run_faults(store, journalled_faults(reader.history()))
-    struck = [cost.at_step for cost in fault_costs(reader.rows, faults)]
+    struck = [cost.at_step for cost in fault_costs(reader.rows, run_faults(reader))]
     rollbacks = [rollback for rollback in reader.state.rollbacks if rollback.fork in reader.state.forks]
     starts = [rollback.fork.start_at for rollback in rollbacks]
     spans = abandoned(reader.rows, rollbacks)

@@ -1,13 +1,12 @@
 """Read a run's store repeatedly at little cost.
 
 A view is drawn twice a second, for runs of maybe ten thousand steps, so data that cannot change are read once. The
-journal is read from shortly before its end, and completely only by `history`. The catalog of checkpoints is read
-when it has a new revision, and only new metric objects are fetched. A Reader serves one run.
+journal is read from shortly before its end unless all of it is needed. The catalog of checkpoints is read when it
+has a new revision, and only new metric objects are fetched. A Reader serves one run.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from datetime import datetime
 from statistics import median
@@ -34,7 +33,7 @@ from grpo_orch.policies.model.timelines import lineage, on_lineage
 from grpo_orch.policies.model.vocabulary import NodePhase
 from grpo_orch.policies.tick.snapshot import Trainer
 
-EVENTS_KEPT = 200  # the newest, for views; the command `events` reads the whole journal
+EVENTS_KEPT = 200  # the newest, unless the whole journal is read
 ENDED = (NodePhase.GONE, NodePhase.REFUSED)
 KL_START_POINTS = 3  # their median is the run's initial KL, as in the detectors
 
@@ -42,18 +41,21 @@ KL_START_POINTS = 3  # their median is the run's initial KL, as in the detectors
 class Reader:
     """The contents of a run's store, as of the last `refresh`.
 
+    `whole`: read the journal from its start, for `history` and all `events`.
     Raises NotFound when the store holds no run.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, whole: bool = False) -> None:
         self.store = store
+        self._is_whole = whole
         self.record = documents.read_run(store)
         self.unreadable = UnreadableDocuments()  # damaged optional data, treated as absent
         self.state = RunState()
         self.last: Record | None = None  # the newest journal entry
         self.newest_node: dict[str, Node] = {}  # by slot, kept after the node is gone
         self.states: dict[str, NodeState] = {}  # by slot
-        self.events: deque[EventLine] = deque(maxlen=EVENTS_KEPT)
+        self.history: list[tuple[int, float, tuple[Event, ...]]] = []  # entry number, time_s, events
+        self.events: list[EventLine] = []
         self.faults: list[RehearsedFault] = []
         self.rows: list[MetricsRow] = []  # every step, as last logged
         # Rows of the current timeline and its ancestors by time, without steps that the trainer will repeat.
@@ -109,11 +111,6 @@ class Reader:
             before = documents.CONTROLLERS_BEFORE.read(self.store)
             self._past_controllers = () if before is None else before.rentals
 
-    def history(self) -> list[tuple[int, float, tuple[Event, ...]]]:
-        """Read the whole journal as `(entry number, time_s, events)`. Raises Corrupt."""
-        records = [record for record in journal.read(self.store) if not record.is_void]
-        return [(record.number, record.time_s, record.decoded()) for record in records]
-
     def _read_journal(self) -> None:
         records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
         found = [line for record in records for line in lines(record)]
@@ -123,10 +120,16 @@ class Reader:
             fresh = read_faults(self.store, known={fault.number for fault in self.faults})
             self.faults += fresh
             found += [rehearsed_line(fault) for fault in fresh]
-        self.events.extend(sorted(found, key=lambda line: line.time_s))
+        if self._is_whole:
+            decoded = [(r.number, r.time_s, r.decoded()) for r in records if not r.is_void]
+            self.history = [*self.history, *decoded]
+        events = [*self.events, *sorted(found, key=lambda line: line.time_s)]
+        self.events = events if self._is_whole else events[-EVENTS_KEPT:]
 
     def _recent(self) -> list[Record]:
-        """Read enough entries for the newest events and the last node of every slot."""
+        """Read enough entries for the newest events and the last node of every slot, or all."""
+        if self._is_whole:
+            return journal.read(self.store)
         recent = journal.recover(self.store, overlap=1)
         known = {node.slot for node in recent.before.nodes.values()}
         known |= {event.slot for r in recent.records for event in r.decoded() if isinstance(event, NodeRequested)}

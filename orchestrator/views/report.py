@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.checkpoint.records import documents, metrics
-from grpo_orch.checkpoint.records.documents import RehearsedFault, read_faults
+from grpo_orch.checkpoint.records.documents import RehearsedFault
 from grpo_orch.checkpoint.records.metrics import StepTiming, logged, median_timing, step_timings
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.plan.prices import store_place
@@ -141,16 +141,16 @@ class Report:
 
 
 def build_report(reader: Reader, now_s: float) -> Report:
-    """Summarize the run as of `now_s`, as `reader` has read it. Raises Corrupt."""
+    """Summarize the run as of `now_s`, as `reader` has read it, with the whole journal."""
     store, rows, state = reader.store, reader.path, reader.state
-    end_s, history = _end_s(reader, now_s), reader.history()
+    end_s = _end_s(reader, now_s)
     finished = state.phase is RunPhase.FINISHED
-    journalled = journalled_faults(history)
-    costs = tuple(fault_costs(reader.rows, run_faults(store, journalled), finished=finished))
-    restarts = Counter(fault.target for fault in journalled)
+    costs = tuple(fault_costs(reader.rows, run_faults(reader), finished=finished))
+    restarts = Counter(fault.target for fault in journalled_faults(reader.history))
     # A controller machine costs money after the run's end, until `down`.
     controllers_usd = sum(rental.usd for rental in reader.controllers(now_s))
-    rented, tariff, wall_s = rentals(history, end_s), _tariff(reader), max(0.0, end_s - reader.record.created_at_s)
+    rented, tariff = rentals(reader.history, end_s), _tariff(reader)
+    wall_s = max(0.0, end_s - reader.record.created_at_s)
     money = bill(rented, controllers_usd)
     rewards, held_out = logged(rows, REWARD), logged(rows, HELD_OUT)
     rollbacks = rollback_reports(reader)
@@ -197,9 +197,9 @@ def build_report(reader: Reader, now_s: float) -> Report:
     )
 
 
-def run_faults(store: Store, journalled: Sequence[Fault]) -> list[Fault]:
-    """Return all faults of the run, rehearsed or not, in order."""
-    return merge_faults([rehearsed_fault(fault) for fault in read_faults(store)], journalled)
+def run_faults(reader: Reader) -> list[Fault]:
+    """Return all faults of the run, rehearsed or not, in order. `reader` has read the whole journal."""
+    return merge_faults(map(_rehearsed_fault, reader.faults), journalled_faults(reader.history))
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _unpriced(tariff: Tariff) -> str:
     return ", ".join(part for part in (requests, traffic) if part)
 
 
-def rehearsed_fault(fault: RehearsedFault) -> Fault:
+def _rehearsed_fault(fault: RehearsedFault) -> Fault:
     """Convert a rehearsed fault for the accounting."""
     name = f"{fault.fault.replace('_', ' ')} {fault.target}"
     return Fault(name, fault.target, fault.time_s, fault.time_s, fault.at_step)

@@ -20,7 +20,7 @@ from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.orchestrator.views.formatting import stage_words
 from grpo_orch.orchestrator.views.measurements import newest_weights, state_now
-from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.reader import EVENTS_KEPT, Reader
 from grpo_orch.orchestrator.views.view_model import (
     CheckpointView,
     DaemonView,
@@ -110,7 +110,7 @@ def described(
         step_timing=median_timing(timing for _, timing in step_timings(rows[-RECENT_ROWS:])[-PACE_STEPS:]),
         plan=reader.plan if running else "",
         weights=newest_weights(rows, gateway.versions if gateway else ()),
-        events=tuple(sorted(reader.events, key=lambda line: line.time_s))[-EVENTS_SHOWN:],
+        events=tuple(sorted(reader.events[-EVENTS_KEPT:], key=lambda line: line.time_s)[-EVENTS_SHOWN:]),
     )
 
 
@@ -251,10 +251,13 @@ def _tokens_per_s(rows: Sequence[MetricsRow]) -> float | None:
 
 
 class RunObserver:
-    """Reads a run repeatedly; each `observe` reads only what is new. Raises NotFound when there is no run."""
+    """Reads a run repeatedly; each `observe` reads only what is new. Raises NotFound when there is no run.
 
-    def __init__(self, store: Store) -> None:
-        self.reader = Reader(store)
+    `whole` as in Reader.
+    """
+
+    def __init__(self, store: Store, *, whole: bool = False) -> None:
+        self.reader = Reader(store, whole=whole)
         self.gateway: GatewayStatus | None = None  # as of the last look; None without a recent status
         self.rates = Rates()
         self._time = RunTime()

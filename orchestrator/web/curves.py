@@ -23,11 +23,11 @@ from grpo_orch.checkpoint.records.metrics import (
     split,
     step_timings,
 )
-from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, rehearsed_fault
+from grpo_orch.orchestrator.views.report import HELD_OUT, REWARD, run_faults
 from grpo_orch.orchestrator.web.page import Page, PageRequest, Window, extent, window_of
 from grpo_orch.orchestrator.web.pages import states_of
 from grpo_orch.orchestrator.web.run_watch import Observation
-from grpo_orch.policies.ledger.accounting import fault_costs, journalled_faults, merge_faults
+from grpo_orch.policies.ledger.accounting import fault_costs
 from grpo_orch.policies.ledger.rentals import Life, lives
 from grpo_orch.policies.model.events import FleetMoved
 from grpo_orch.policies.model.vocabulary import Role
@@ -111,8 +111,7 @@ def bins(xs: NDArray[np.float64], points: int) -> NDArray[np.intp]:
 
 
 def _faults(observation: Observation) -> list[dict[str, Any]]:
-    rehearsed = [rehearsed_fault(fault) for fault in observation.reader.faults]
-    faults = merge_faults(rehearsed, journalled_faults(observation.history))
+    faults = run_faults(observation.reader)
     costs = fault_costs(observation.reader.rows, faults)
     return [
         {
@@ -192,7 +191,8 @@ def _lanes(observation: Observation, request: PageRequest) -> dict[str, Any]:
     window = window_of(observation, request)
     ended = request.choice("ended", ("no", "yes")) == "yes"
     first, count = request.whole("first", 0, 0, FAR), request.whole("count", LANES_SHOWN, 1, LANES_MAX)
-    present, past = observation.cached("lanes", lambda: _slots(lives(observation.history, extent(observation)[1])))
+    reader, (_, end_s) = observation.reader, extent(observation)
+    present, past = observation.cached("lanes", lambda: _slots(lives(reader.history, end_s)))
     shown = [
         *_last_changed_first(present, window),
         *(_last_changed_first(past, window) if ended or not present else ()),
@@ -201,7 +201,7 @@ def _lanes(observation: Observation, request: PageRequest) -> dict[str, Any]:
     return {
         "from_s": window.from_s,
         "until_s": window.until_s,
-        "end_s": extent(observation)[1],
+        "end_s": end_s,
         "lanes": [_lane(own, window, states) for own in shown[first : first + count]],
         "first": first,
         "count": count,
@@ -275,7 +275,7 @@ def policies(observation: Observation, window: Window) -> list[dict[str, Any]]:
 def _moves(observation: Observation) -> list[tuple[float, FleetMoved]]:
     return [
         (at_s, event)
-        for _, at_s, events in observation.history
+        for _, at_s, events in observation.reader.history
         for event in events
         if isinstance(event, FleetMoved)
     ]

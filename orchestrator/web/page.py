@@ -128,7 +128,7 @@ def extent(observation: Observation) -> tuple[float, float]:
 
     The last is now if a controller is alive, else that of the last record.
     """
-    journalled = [time_s for _, time_s, _ in (*observation.history[:1], *observation.history[-1:])]
+    journalled = [time_s for _, time_s, _ in (*observation.reader.history[:1], *observation.reader.history[-1:])]
     logged = [row.time_s for row in (*observation.reader.path[:1], *observation.reader.path[-1:])]
     begin_s = min([*journalled, *logged], default=observation.view.now_s)
     end_s = (

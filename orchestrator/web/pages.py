@@ -81,7 +81,7 @@ def _rollbacks(observation: Observation, _: PageRequest) -> dict[str, Any]:
 
 def _all_rollbacks(observation: Observation) -> list[dict[str, Any]]:
     divergences = [
-        event for _, _, events in observation.history for event in events if isinstance(event, Diverged)
+        event for _, _, events in observation.reader.history for event in events if isinstance(event, Diverged)
     ]
     found, timeline = [], 0
     for rollback in rollback_reports(observation.reader):
@@ -111,10 +111,8 @@ def _money(observation: Observation, _: PageRequest) -> dict[str, Any]:
 
 def _over_time(observation: Observation) -> dict[str, Any]:
     """Return columns of at most MONEY_POINTS values by category, each budget with its start, and the forecast."""
-    now_s, money = observation.view.now_s, observation.view.money
-    spent = [
-        asdict(at) for at in spent_over_time(observation.history, now_s, observation.reader.controllers(now_s))
-    ]
+    now_s, money, reader = observation.view.now_s, observation.view.money, observation.reader
+    spent = [asdict(at) for at in spent_over_time(reader.history, now_s, reader.controllers(now_s))]
     times_s = np.array([at.pop("time_s") for at in spent])
     drawn_s = times_s if len(spent) <= MONEY_POINTS else np.linspace(times_s[0], times_s[-1], MONEY_POINTS)
     columns = {name: np.array([at[name] for at in spent]) for name in (spent[0] if spent else ())}
@@ -133,11 +131,11 @@ def _over_time(observation: Observation) -> dict[str, Any]:
 def _budgets(observation: Observation) -> list[tuple[float, float]]:
     """Return the start of each budget, seconds since the epoch, and its USD."""
     first = observation.reader.record.spec.budget.usd
-    since_s = observation.history[0][1] if observation.history else observation.view.now_s
+    since_s = observation.reader.history[0][1] if observation.reader.history else observation.view.now_s
     found = [] if first is None else [(since_s, first)]
     found += [
         (at_s, event.usd)
-        for _, at_s, events in observation.history
+        for _, at_s, events in observation.reader.history
         for event in events
         if isinstance(event, BudgetSet)
     ]
@@ -157,14 +155,14 @@ def _events(observation: Observation, request: PageRequest) -> dict[str, Any]:
     first = request.whole("first", 0, 0, FAR)
     found = [
         line
-        for line in reversed(observation.events)
+        for line in reversed(observation.reader.events)
         if (not kind or line.type == kind) and word.casefold() in line.text.casefold()
     ]
     return {
         "lines": [event_json(line) for line in found[first : first + EVENTS_ON_A_PAGE]],
         "first": first,
         "total": len(found),
-        "kinds": observation.cached("kinds", lambda: sorted({line.type for line in observation.events})),
+        "kinds": observation.cached("kinds", lambda: sorted({line.type for line in observation.reader.events})),
         "kind": kind,
         "word": word,
         "on_a_page": EVENTS_ON_A_PAGE,

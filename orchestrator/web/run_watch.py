@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
 
-from grpo_orch.checkpoint import journal
 from grpo_orch.checkpoint.store.errors import StoreError
 from grpo_orch.checkpoint.store.run_store import Store
-from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.view_model import RunView
-from grpo_orch.policies.model.events import Event
 from grpo_orch.policies.serving.gateway_status import GatewayStatus
 
 # Seconds between two observations of a running run; each takes a dozen store requests. Open pages ask every 2 s;
@@ -40,9 +37,7 @@ class Observation:
 
     number: int  # increases with every observation that found something new
     view: RunView
-    reader: Reader  # a copy, as of this moment
-    history: Sequence[tuple[int, float, tuple[Event, ...]]]
-    events: Sequence[EventLine]  # all, in the order of time
+    reader: Reader  # a copy, as of this moment, with the whole journal
     gateway: GatewayStatus | None
     trouble: str = ""  # the error that prevented a newer observation
     _cache: dict[str, Any] = field(default_factory=dict)
@@ -59,10 +54,7 @@ class Watch:
     """Reads the run while pages are open. Raises StoreError at the start; later errors: `Observation.trouble`."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._observer = RunObserver(store)
-        self._history: list[tuple[int, float, tuple[Event, ...]]] = []
-        self._events: list[EventLine] = []
+        self._observer = RunObserver(store, whole=True)
         self._number = 0
         self._observing = asyncio.Lock()
         self.newest = self.observation()
@@ -96,26 +88,9 @@ class Watch:
 
     def observation(self) -> Observation:
         """Read the run once more."""
-        view, reader = self._observer.observe(), self._observer.reader
-        last = self._history[-1][0] if self._history else 0
-        shown = {line.number for line in self._events if not line.epoch}
-        fresh = [rehearsed_line(fault) for fault in reader.faults if fault.number not in shown]
-        if reader.last is not None and reader.last.number > last:
-            records = [record for record in journal.read(self._store, last) if not record.is_void]
-            decoded = [(record.number, record.time_s, record.decoded()) for record in records]
-            self._history = [*self._history, *decoded]
-            fresh += [line for record in records for line in lines(record)]
-        if fresh:
-            self._events = [*self._events, *sorted(fresh, key=lambda line: line.time_s)]
+        view = self._observer.observe()
         self._number += 1
-        return Observation(
-            number=self._number,
-            view=view,
-            reader=copy.copy(reader),
-            history=self._history,
-            events=self._events,
-            gateway=self._observer.gateway,
-        )
+        return Observation(self._number, view, copy.copy(self._observer.reader), self._observer.gateway)
 
 
 def _mark(observation: Observation) -> tuple[object, ...]:
@@ -123,8 +98,8 @@ def _mark(observation: Observation) -> tuple[object, ...]:
     reader, gateway = observation.reader, observation.gateway
     last = reader.path[-1] if reader.path else None
     return (
-        observation.events[-1].number if observation.events else 0,
-        len(observation.events),
+        reader.events[-1].number if reader.events else 0,
+        len(reader.events),
         (last.timeline, last.step, last.time_s, len(last.values)) if last else None,
         reader.trainer,
         (gateway.boot_id, gateway.seq) if gateway else None,

@@ -177,7 +177,7 @@ def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunVi
 
 def report_of(store: Store, now_s: float) -> Report:
     """What `report` shows at that time."""
-    reader = Reader(store)
+    reader = Reader(store, whole=True)
     reader.refresh()
     return build_report(reader, now_s)
 

@@ -43,7 +43,7 @@ def entries_read(world: World, monkeypatch: pytest.MonkeyPatch, reader: Reader) 
 @pytest.mark.parametrize("entries", [0, 10, SEGMENT_ENTRIES - 11, SEGMENT_ENTRIES, 2 * SEGMENT_ENTRIES + 3])
 def test_late_view_of_a_long_run_equals_one_from_its_start(entries: int) -> None:
     watched = World()
-    reader = Reader(watched.store)
+    reader = Reader(watched.store, whole=True)
     watched.starts()
     reader.refresh()
     for number in range(entries):
@@ -55,9 +55,11 @@ def test_late_view_of_a_long_run_equals_one_from_its_start(entries: int) -> None
     fresh.refresh()
     assert fresh.state == reader.state
     assert fresh.newest_node == reader.newest_node
-    kept = min(EVENTS_KEPT, len(reader.events))
-    assert list(fresh.events)[-kept:] == list(reader.events)[-kept:]
-    assert len(fresh.history()) == entries + 11
+    assert fresh.events[-EVENTS_KEPT:] == reader.events[-EVENTS_KEPT:]
+    assert len(reader.history) == entries + 11
+    whole = Reader(watched.store, whole=True)
+    whole.refresh()
+    assert (whole.history, whole.events) == (reader.history, reader.events)
 
 
 def test_status_of_long_run_reads_little_and_then_only_news(monkeypatch: pytest.MonkeyPatch) -> None:
