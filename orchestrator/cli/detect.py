@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json, print_line
-from grpo_orch.orchestrator.traces.read import NotATrace, Trace, read_traces
+from grpo_orch.orchestrator.traces.formats import NotATrace
+from grpo_orch.orchestrator.traces.read import Trace, read_traces
 from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, short
 from grpo_orch.policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
@@ -128,30 +129,26 @@ _STEP = re.compile(r"\bstep(?= \d)")
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A file that could not be read, and why."""
-
-    file: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class Detection:
     """The verdict at the end of a run.
 
-    `run` names it within its file, "" if the file holds one run. `target_step` is the step of the checkpoint that
-    a rollback would return to, 0 for the start; None if nothing tripped or the file has no steps. `save_steps` is
-    None if unknown. `unknown` explains why the run cannot be called healthy; None if it can, or if it is worse.
+    `target_step` is the step of the checkpoint that a rollback would return to, 0 for the start; None if nothing
+    tripped or the file has no steps. `save_steps` is None if unknown. `unknown` explains why the run cannot be
+    called healthy; None if it can, or if it is worse.
     """
 
     file: str
-    run: str
     trace: Trace
     verdict: Verdict
     target_step: int | None
     save_steps: int | None
     seen: Mapping[str, Curve]
     unknown: str | None
+
+    @property
+    def name(self) -> str:
+        """The file's name and, if it holds several runs, the run's."""
+        return f"{self.file}#{self.trace.run}" if self.trace.run else self.file
 
     @property
     def tripped(self) -> bool:
@@ -187,7 +184,6 @@ class Detection:
 
 def judge(
     file: str,
-    run: str,
     trace: Trace,
     limit: float | None,
     save_steps: int | None,
@@ -210,7 +206,7 @@ def judge(
         target = _target(trace, verdict.onset_step, saved)
     seen = curves(trace.points)
     unknown = why_unknown(trace.points, seen) if verdict.health is Health.HEALTHY else None
-    return Detection(file, run, trace, verdict, target, saved, seen, unknown)
+    return Detection(file, trace, verdict, target, saved, seen, unknown)
 
 
 def _target(trace: Trace, onset_step: int, save_steps: int | None) -> int:
@@ -220,13 +216,11 @@ def _target(trace: Trace, onset_step: int, save_steps: int | None) -> int:
     return max((point.step for point in trace.points if 0 < point.step < onset_step), default=0)
 
 
-def to_json(result: Detection | Unreadable) -> dict[str, Any]:
+def to_json(result: Detection) -> dict[str, Any]:
     """Return the result as JSON data, with the same keys for every run and every unreadable file."""
-    if isinstance(result, Unreadable):
-        return dict.fromkeys(KEYS) | {"file": result.file, "error": result.error}
     values = {
         "file": result.file,
-        "run": result.run or None,
+        "run": result.trace.run or None,
         "points": len(result.trace.points),
         "unit": "record" if result.trace.counts_records else "step",
         "health": result.health,
@@ -267,20 +261,6 @@ ANY_STEP = (
 )
 
 
-def labels(found: Sequence[Detection]) -> list[str]:
-    """Return a short unique name for each run: the part of its path that differs, plus its name in its file."""
-    paths = [Path(detection.file).parts for detection in found]
-    if len(set(paths)) > 1:
-        while len({path[0] for path in paths}) == 1 < min(map(len, paths)):
-            paths = [path[1:] for path in paths]
-        while len({path[-1] for path in paths}) == 1 < min(map(len, paths)):
-            paths = [path[:-1] for path in paths]
-    files = [str(Path(*path)) for path in paths]
-    return [
-        f"{file}#{detection.run}" if detection.run else file for file, detection in zip(files, found, strict=True)
-    ]
-
-
 def render(found: Sequence[Detection]) -> RenderableType:
     """Draw a table with one line per run, and below it the evidence for each verdict."""
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -288,16 +268,17 @@ def render(found: Sequence[Detection]) -> RenderableType:
     for title in ("points", "KL at end", "health", "trip", "onset", "target"):
         table.add_column(title, no_wrap=True, justify="left" if title == "health" else "right")
     parts: list[RenderableType] = [table]
-    for label, detection in zip(labels(found), found, strict=True):
-        name = detection.kl
-        kl = Text("not logged", style="yellow") if name is None else Text(short(detection.seen[name].end))
+    for detection in found:
+        kl = Text("not logged", style="yellow")
+        if detection.kl is not None:
+            kl = Text(short(detection.seen[detection.kl].end))
         health = Text(detection.health, style=HEALTH_STYLES[detection.health])
         onset = detection.verdict.onset_step if detection.tripped else None
         target = "start" if detection.target_step == 0 else detection.target_step
         steps = (detection.verdict.tripped_step, onset, target)
         cells = [UNKNOWN_TEXT if step is None else str(step) for step in steps]
-        table.add_row(Text(label), f"{len(detection.trace.points):,}", kl, health, *cells)
-        parts.append(Text(f"\n{label}"))
+        table.add_row(Text(detection.name), f"{len(detection.trace.points):,}", kl, health, *cells)
+        parts.append(Text(f"\n{detection.name}"))
         parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2), expand=False) for sentence in _sentences(detection)]
     if any(detection.target_step and detection.save_steps is None for detection in found):
         parts.append(Text(f"\n{ANY_STEP}", style="dim"))
@@ -360,7 +341,7 @@ def detect(
     results = [result for file in files for result in _detect_in(file, limit, save_steps, task_change or ())]
     detections = [result for result in results if isinstance(result, Detection)]
     if output is Output.JSON:
-        print_json([to_json(result) for result in results])
+        print_json([to_json(result) if isinstance(result, Detection) else result for result in results])
     elif detections:
         console.print(render(detections))
     if any(detection.tripped for detection in detections):
@@ -371,14 +352,14 @@ def detect(
 
 def _detect_in(
     file: Path, limit: float | None, save_steps: int | None, task_changes: Collection[int]
-) -> list[Detection | Unreadable]:
-    """Return a result for every run in the file. Report an unreadable file on stderr immediately."""
+) -> list[Detection | dict[str, Any]]:
+    """Return a result for every run in the file. For an unreadable one print a line, and return its JSON data."""
     try:
         traces = read_traces(file)
-        return [judge(str(file), trace.run, trace, limit, save_steps, task_changes) for trace in traces]
+        return [judge(str(file), trace, limit, save_steps, task_changes) for trace in traces]
     except NotATrace as error:
-        reason = str(error).removeprefix(f"{file}: ")
+        reason = str(error)
     except Exception as error:  # noqa: BLE001  # the remaining files must still be read
         reason = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:REASON_CHARACTERS]}"
     print_line(f"{file}: {reason}", errors)
-    return [Unreadable(str(file), reason)]
+    return [dict.fromkeys(KEYS) | {"file": str(file), "error": reason}]

@@ -20,8 +20,8 @@ from typing import Any
 from grpo_orch.orchestrator.traces.names import STEPS, TRAINING, Row, metric, metrics, normalize, step
 
 
-class Unreadable(Exception):
-    """The file cannot be read. The message is printed after the file's name."""
+class NotATrace(Exception):
+    """No metrics can be read from the file. The message is one line, to print after the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,19 @@ class Log:
 # - JSON objects, as a whole line or within a line;
 # - dictionaries as Python prints them: TRL's, or OpenRLHF's and slime's after `step 5:`;
 # - lines of names and values that include the step, separated by `:` or `=`:
-#   `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl), `Epoch:[1/2](5/900), Reward: 0.1`
-#   (MiniMind) and, in custom loops, `step=5 reward=0.1`, `[Step 5/900] reward=0.1`, `Step: 5/900, KL: 0.1`.
+#   `step:5 - actor/kl_loss:0.1` (verl), `Step 5 | Loss: 0.1` (prime-rl) and, in custom loops,
+#   `step=5 reward=0.1`, `[Step 5/900] reward=0.1`, `Step: 5/900, KL: 0.1`.
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Line prefixes of Ray, `(TaskRunner pid=7, ip=10.0.0.1) `, and of torchrun, `[rank0]:` and `[default0]:`.
 _PROCESS = re.compile(r"^(?:\([^()\n]*\bpid=\d+[^()\n]*\)|\[(?:rank|default)?\d+\]:) ?", re.MULTILINE)
 _BAR = r"(?:(?<=[\n\r\]}])|\A)[ ]*\d+%\|[^|\n\r]*\|[ ]*(?P<done>\d+)/(?P<total>\d+)[ ]\["
 _BRACES = r"(?:\bstep[ :=]*(?P<before>\d+)(?:/\d+)?:?[ ]*)?(?P<braces>\{[^{}]*\})"
-_BATCH = r"\bepoch:\[(?P<epoch>\d+)/\d+\]\((?P<batch>\d+)/(?P<batches>\d+)\)"  # restarts in each epoch
-_NAMED = rf"(?:{_BATCH}|\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?)(?: [-|] |, |\] )(?P<named>[^\n\r]+)"
+_NAMED = r"\bstep(?:[: ]|: )(?P<at>\d+)(?:/\d+)?(?: [-|] |, |\] )(?P<named>[^\n\r]+)"
 _EQUAL = r"(?P<equal>\b(?:\w+_)?step=\d)[^\n\r{}]*"
 _PARTS = re.compile(f"{_BAR}|{_BRACES}|{_NAMED}|{_EQUAL}", re.IGNORECASE)
 _IN_BRACES = re.compile(r"""['"]([^'"]+)['"]\s*:\s*(?:'([^']*)'|"([^"]*)"|([^,}]+))""")
 _BETWEEN = re.compile(r" [-|] |[,;] ")
 _EQUAL_PAIR = re.compile(r"([\w./@-]+)=([^\s,;|=]+)")
-# Patterns copy their input, and a console log may be hundreds of megabytes.
-_PIECE_CHARACTERS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +62,7 @@ class Bar:
 
 def read_console(text: str) -> list[Row]:
     """Return the rows in the text; if none has a step, take the steps of the progress bars next to them."""
-    plain = (_PROCESS.sub("", _COLOURS.sub("", piece)) for piece in pieces(text, _PIECE_CHARACTERS))
-    return _number_rows([part for piece in plain for part in _parts(piece)])
-
-
-def pieces(text: str, characters: int) -> Iterator[str]:
-    """Cut the text into pieces of at least `characters`, at ends of lines and outside of braces."""
-    begin = 0
-    while begin < len(text):
-        end = text.find("\n", begin + characters) + 1 or len(text)
-        while end < len(text) and text.rfind("{", begin, end) > text.rfind("}", begin, end):
-            closed = text.find("}", end)
-            end = text.find("\n", closed) + 1 or len(text) if closed >= 0 else len(text)
-        yield text[begin:end]
-        begin = end
+    return _number_rows(list(_parts(_PROCESS.sub("", _COLOURS.sub("", text)))))
 
 
 def _parts(text: str) -> Iterator[Row | Bar]:
@@ -117,13 +101,9 @@ def _parts_of_prose(text: str) -> Iterator[Row | Bar]:
             if part["named"]:
                 pairs = (pair.rpartition(":") for pair in _BETWEEN.split(part["named"]))
                 named = {name.strip(): value.strip() for name, _, value in pairs if name and "=" not in name}
-                row = {"step": part["at"] or _step_over_epochs(part), **named, **row}
+                row = {"step": part["at"], **named, **row}
             yield row
         begin = part.end()
-
-
-def _step_over_epochs(part: re.Match[str]) -> int:
-    return (_digits(part["epoch"]) - 1) * _digits(part["batches"]) + _digits(part["batch"])
 
 
 def _digits(text: str) -> int:
@@ -203,11 +183,11 @@ def is_table(header: str) -> bool:
 
 
 def read_table(lines: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows below the header, the first line. Raises Unreadable."""
+    """Yield the rows below the header, the first line. Raises NotATrace."""
     try:
         yield from _named(csv.reader(lines, delimiter=_separator(lines[0])))
     except csv.Error as error:
-        raise Unreadable(f"as CSV: {error}") from None
+        raise NotATrace(f"as CSV: {error}") from None
 
 
 def _has_metric(header: Sequence[str]) -> bool:
@@ -283,7 +263,7 @@ TENSORBOARD_NEEDED = "a TensorBoard event file, which needs: pip install tensorb
 
 
 def read_events(path: Path) -> Iterator[Row]:
-    """Yield a row for each event with scalars, in the file's order. Raises Unreadable.
+    """Yield a row for each event with scalars, in the file's order. Raises NotATrace.
 
     Like TensorBoard, ignore everything after damage.
     """
@@ -292,7 +272,7 @@ def read_events(path: Path) -> Iterator[Row]:
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
-        raise Unreadable(TENSORBOARD_NEEDED) from None
+        raise NotATrace(TENSORBOARD_NEEDED) from None
     try:
         for event in LegacyEventFileLoader(str(path)).Load():
             row: dict[str, float] = {}
@@ -306,6 +286,6 @@ def read_events(path: Path) -> Iterator[Row]:
             if row:
                 yield {"step": event.step, **row}
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from None
+        raise NotATrace(error.strerror or str(error)) from None
     except (DecodeError, TypeError, ValueError) as error:
-        raise Unreadable(f"as a TensorBoard event file: {' '.join(str(error).split())}") from None
+        raise NotATrace(f"as a TensorBoard event file: {' '.join(str(error).split())}") from None

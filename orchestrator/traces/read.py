@@ -6,15 +6,13 @@ no signature, by name. In this order: the public types, files, folders, and how 
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import os
 import re
 import sys
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from grpo_orch.orchestrator.traces import names
 from grpo_orch.orchestrator.traces.formats import (
     EVENT_FILE,
     Log,
-    Unreadable,
+    NotATrace,
     is_table,
     parse_json,
     read_console,
@@ -49,10 +47,6 @@ _UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)  # PowerShell redirects output as UTF-16
 _LINE = re.compile(r"\S[^\n\r]*")
 
 
-class NotATrace(Exception):
-    """No metrics can be read from the file. The message is one line and names the file."""
-
-
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The metrics of a run in a file.
@@ -71,10 +65,6 @@ class Trace:
     counts_records: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def logged(self, name: str) -> bool:
-        """Return whether the metric was ever logged."""
-        return any(name in point.values for point in self.points)
-
 
 def read_traces(path: Path) -> list[Trace]:
     """Read the metrics of each run in the file, the folder, or `-` for standard input; at least one run.
@@ -85,11 +75,9 @@ def read_traces(path: Path) -> list[Trace]:
         log = _log_of_folder(path) if path.is_dir() else _log(path)
         found = runs(log)
         if not found:
-            raise Unreadable(f"no metrics of training found{_columns_seen(log)}; {EXPECTED}")
+            raise NotATrace(f"no metrics of training found{_columns_seen(log)}; {EXPECTED}")
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
-        raise NotATrace(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    except Unreadable as error:
-        raise NotATrace(f"{path}: {error}") from None
+        raise NotATrace(getattr(error, "strerror", None) or str(error)) from None
     counts_records, columns = _counts_records(log), _columns(log)
     return [Trace(points, run, log.save_steps, counts_records, columns) for run, points in found]
 
@@ -114,10 +102,8 @@ def _log(path: Path) -> Log:
         return Log(list(read_events(path)))
     data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     if data.startswith(WANDB_MAGIC):
-        raise Unreadable(WANDB_NEEDED)
-    text = _text(data)
-    del data  # a console log may be hundreds of megabytes
-    return _log_of_text(text, path.suffix == ".json")
+        raise NotATrace(WANDB_NEEDED)
+    return _log_of_text(_text(data), path.suffix == ".json")
 
 
 def _text(data: bytes) -> str:
@@ -125,12 +111,12 @@ def _text(data: bytes) -> str:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise Unreadable(f"as gzip: {error}") from None
+            raise NotATrace(f"as gzip: {error}") from None
     text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig", errors="replace")
     if not text or text.isspace():
-        raise Unreadable(f"the file is empty; {EXPECTED}")
+        raise NotATrace(f"the file is empty; {EXPECTED}")
     if "\0" in text:
-        raise Unreadable(f"the file is not text; {EXPECTED}")
+        raise NotATrace(f"the file is not text; {EXPECTED}")
     return text
 
 
@@ -143,7 +129,7 @@ def _log_of_text(text: str, named_json: bool) -> Log:
         return Log(list(read_table([line for line in text.replace("\r", "\n").split("\n") if line.strip()])))
     log = Log(read_console(text))
     if named_json and damage and not runs(log):
-        raise Unreadable(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")
+        raise NotATrace(f"no metrics of training found; as JSON: {damage}; {EXPECTED}")
     return log
 
 
@@ -154,7 +140,6 @@ LOGS = ("trainer_log.jsonl", "logging.jsonl", "wandb-history.jsonl", "output.log
 EXPECTED_IN_FOLDER = (
     f"expected {STATE}, checkpoint-*/{STATE}, TensorBoard event files or one of {', '.join(LOGS)} in it"
 )
-ENTRIES_MAX = 100_000  # far more than runs have; a whole disk has millions
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 
@@ -163,13 +148,13 @@ def _log_of_folder(path: Path) -> Log:
     if states:
         return max(states, key=lambda log: max((points[-1].step for _, points in runs(log)), default=0))
     rows: list[Row] = []
-    for file in sorted(_event_files_below(path)):  # as in TensorBoard, a folder is a run
+    for file in sorted(path.rglob("*.tfevents.*")):  # as in TensorBoard, a folder is a run
         run = str(file.parent.relative_to(path))
         rows += [{**row, "run_name": run} for row in read_events(file)]
     if rows:
         return Log(rows)
     if (log := _known_log(path)) is None:
-        raise Unreadable(f"no metrics of training found; {EXPECTED_IN_FOLDER}")
+        raise NotATrace(f"no metrics of training found; {EXPECTED_IN_FOLDER}")
     return _log(log)
 
 
@@ -182,21 +167,6 @@ def _states(folder: Path) -> list[Path]:
     ]
     newest = [max(numbered)[1]] if numbered else []
     return newest + [state for state in [folder / STATE] if state.is_file()]
-
-
-def _event_files_below(top: Path) -> Iterator[Path]:
-    """Yield TensorBoard's files. Raises Unreadable if there are too many files for a folder of runs."""
-    count, folders = 0, [top]
-    for folder in folders:
-        with contextlib.suppress(OSError), os.scandir(folder) as listed:  # it may be unreadable, or gone
-            for entry in listed:
-                count += 1
-                if count > ENTRIES_MAX:
-                    raise Unreadable(f"more than {ENTRIES_MAX:,} files and folders below it; {EXPECTED_IN_FOLDER}")
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry))
-                elif EVENT_FILE.search(entry.name) and entry.is_file():
-                    yield Path(entry)
 
 
 def _known_log(folder: Path) -> Path | None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from grpo_orch.orchestrator.cli.detect import Detection, to_json
-from grpo_orch.orchestrator.traces.read import EXPECTED_IN_FOLDER, NotATrace, Trace, read_traces
+from grpo_orch.orchestrator.traces.formats import NotATrace
+from grpo_orch.orchestrator.traces.read import EXPECTED_IN_FOLDER, Trace, read_traces
 from grpo_orch.policies.detect.divergence import Health, Point, Verdict
 from tests.generators.metric_files import FORMATS, ONSET, Rows, json_lines, run, state
 from tests.rigs.command_line import Answer, Cli
@@ -196,7 +197,7 @@ def test_divergence_without_kl_and_reward_is_found(cli: Detect) -> None:
 
 def test_run_ending_under_watch_reports_it_without_target() -> None:
     watched = Verdict(Health.WATCH, step=300, onset_step=290, evidence=("KL rises",))
-    found = to_json(Detection("run", "", Trace((Point(300, {"kl": 1.0}),)), watched, None, None, {}, None))
+    found = to_json(Detection("run", Trace((Point(300, {"kl": 1.0}),)), watched, None, None, {}, None))
     assert found == dict.fromkeys(KEYS) | {
         "file": "run",
         "points": 1,
@@ -217,20 +218,6 @@ def test_numbers_are_written_as_people_do(cli: Detect) -> None:
     told = cli("run", *map(str, RECORDED.glob("*.jsonl")), "-o", "json").found
     sentences = [answer.words, *(sentence for one in told for sentence in one["evidence"])]
     assert not [told for told in sentences if re.search(r"\de[+-]?\d", told)]
-
-
-def test_recorded_runs_are_named_by_their_differences(cli: Detect) -> None:
-    found = cli(*map(str, sorted(RECORDED.glob("half_*.jsonl"))))
-    assert [line.split()[0] for line in found.lines[1:4]] == [
-        "half_diverges.jsonl",
-        "half_healthy.jsonl",
-        "half_restless.jsonl",
-    ]
-    for name in ("a", "b"):
-        Path("runs", name, "out").mkdir(parents=True)
-        Path("runs", name, "out", "trainer_state.json").write_text(state(run(diverges=False)))
-    found = cli("runs/a/out/trainer_state.json", "runs/b/out/trainer_state.json")
-    assert [line.split()[0] for line in found.lines[1:3]] == ["a", "b"]
 
 
 def test_target_is_any_step_without_a_known_save_interval(cli: Detect) -> None:

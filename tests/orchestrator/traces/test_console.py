@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from grpo_orch.orchestrator.traces.formats import Log, pieces, read_console
+from grpo_orch.orchestrator.traces.formats import Log, read_console
 from grpo_orch.orchestrator.traces.read import runs
 
 VERL = (
@@ -72,17 +72,6 @@ def test_lines_that_name_their_step(case: str) -> None:
     assert points(f"started\n{line}\n{{'learning_rate': 1e-6}}\n") == {7: values}
 
 
-def test_batches_counted_per_epoch_are_read() -> None:
-    line = (
-        "Epoch:[{}/2]({}/900), Reward: -1.25, KL_ref: 0.0300, Adv Std: 0.9, Adv Mean: 0.0, Actor Loss: 0.0010, "
-        "Avg Response Len: 210.50, Learning Rate: 0.00000030"
-    )
-    values = {"reward": -1.25, "kl": 0.03, "loss": 0.001, "completions/mean_length": 210.5, "learning_rate": 3e-7}
-    found = points("\n".join(line.format(*at) for at in ((1, 1), (1, 900), (2, 1), (2, 900))))
-    assert list(found) == [1, 900, 901, 1800]
-    assert all(one.items() >= values.items() for one in found.values())
-
-
 def test_a_dictionary_that_the_terminal_broke_is_whole() -> None:
     assert points("{'loss': 0.0\n5, 'comple\r\ntions/mean_length': 2\n10.5}\n") == {
         1: {"loss": 0.05, "completions/mean_length": 210.5}
@@ -132,14 +121,3 @@ def test_bar_below_its_row_counts_among_others(row: str) -> None:
 def test_a_resumed_run_is_numbered_from_where_it_went_on() -> None:
     text = "".join([*shown(range(1, 61), 10), "\nTraceback: preempted\n", *shown(range(41, 101), 10)])
     assert list(points(text)) == list(range(10, 101, 10))
-
-
-@pytest.mark.parametrize("characters", [0, 1, 30, 100, 10_000])
-def test_a_long_log_is_read_in_pieces_that_cut_no_row(characters: int) -> None:
-    row = "some prose, } and {step\n{'loss': 0.1, 'gr\nad_norm': 0.5,\n'reward': 1.0} {'kl':\n0.5}\n"
-    text = row * 8 + "{'loss': 0.2"
-    cut = list(pieces(text, characters))
-    assert "".join(cut) == text
-    assert len(cut) > 1 or characters > len(text)
-    assert [row for piece in cut for row in read_console(piece)] == read_console(text)
-    assert read_console(text).count({"kl": "0.5"}) == 8

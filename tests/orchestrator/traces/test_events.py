@@ -14,8 +14,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary import Writer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from grpo_orch.orchestrator.traces.formats import TENSORBOARD_NEEDED
-from grpo_orch.orchestrator.traces.read import NotATrace, read_traces
+from grpo_orch.orchestrator.traces.formats import TENSORBOARD_NEEDED, NotATrace
+from grpo_orch.orchestrator.traces.read import read_traces
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 ROWS: Rows = [(step, {"train/kl": step / 8, "train/reward": 0.5, "eval/loss": 0.25}) for step in range(5, 101, 5)]
@@ -87,7 +87,7 @@ def test_a_file_that_holds_no_events_is_refused_in_a_line(
 ) -> None:
     file = tmp_path / "events.out.tfevents.1.host"
     file.write_bytes(data)
-    with pytest.raises(NotATrace, match=r"tfevents\.1\.host: no metrics of training found; expected "):
+    with pytest.raises(NotATrace, match=r"^no metrics of training found; expected "):
         read_traces(file)
     assert capfd.readouterr() == ("", "")
 
@@ -97,4 +97,4 @@ def test_missing_reader_names_what_to_install(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
     with pytest.raises(NotATrace) as refused:
         read_traces(tmp_path)
-    assert str(refused.value) == f"{tmp_path}: {TENSORBOARD_NEEDED}"
+    assert str(refused.value) == TENSORBOARD_NEEDED

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from grpo_orch.checkpoint.records.metrics import NONFINITE, MetricsRow
 from grpo_orch.checkpoint.store.codec import to_json
-from grpo_orch.orchestrator.traces import read
-from grpo_orch.orchestrator.traces.read import NotATrace, Trace, read_traces
+from grpo_orch.orchestrator.traces.formats import NotATrace
+from grpo_orch.orchestrator.traces.read import Trace, read_traces
 from grpo_orch.policies.detect.divergence import Point
 from tests.generators.metric_files import FORMATS, json_lines, run, state
 
@@ -153,7 +153,7 @@ def read_anything(data: bytes, name: str = "file") -> None:
                 values = [value for point in one.points for value in point.values.values()]
                 assert all(value is None or math.isfinite(value) for value in values)
             return
-        assert refused.startswith(f"{path}: ")
+        assert refused
         assert "\n" not in refused
 
 
@@ -194,7 +194,7 @@ def test_compressed_file_is_read_and_a_cut_one_refused(tmp_path: Path) -> None:
     whole.write_bytes(packed)
     half.write_bytes(packed[: len(packed) // 2])
     assert [len(one.points) for one in read_traces(whole)] == [300]
-    with pytest.raises(NotATrace, match=r"half\.gz: as gzip: Compressed file ended"):
+    with pytest.raises(NotATrace, match=r"^as gzip: Compressed file ended"):
         read_traces(half)
 
 
@@ -230,18 +230,9 @@ def test_of_a_folder_the_newest_state_is_read(tmp_path: Path) -> None:
     "name", ["trainer_log.jsonl", "logging.jsonl", "files/wandb-history.jsonl", "files/output.log"]
 )
 def test_of_a_folder_without_a_state_its_log_is_read(name: str, tmp_path: Path) -> None:
-    with pytest.raises(NotATrace, match=r": no metrics of training found; expected trainer_state\.json, "):
+    with pytest.raises(NotATrace, match=r"^no metrics of training found; expected trainer_state\.json, "):
         read_traces(tmp_path)
     (tmp_path / "files").mkdir()
     (tmp_path / name).write_text(json_lines(run(diverges=False)))
     (one,) = read_traces(tmp_path)
     assert len(one.points) == 300
-
-
-def test_folder_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read, "ENTRIES_MAX", 20)
-    for number in range(20):
-        (tmp_path / f"folder-{number}" / "below").mkdir(parents=True)
-    told = r": more than 20 files and folders below it; expected trainer_state\.json, "
-    with pytest.raises(NotATrace, match=told):
-        read_traces(tmp_path)
