@@ -1,4 +1,4 @@
-"""Draw a run as a PNG: reward, held-out score, loss, reward band, KL with its limit, and step times.
+"""Draw a run as a PNG: reward with its band and the held-out score, loss, KL with its limit, and step times.
 
 The lines show the current timeline and its ancestors; steps abandoned by rollbacks are grey.
 """
@@ -6,7 +6,6 @@ The lines show the current timeline and its ancestors; steps abandoned by rollba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -30,22 +29,6 @@ Series = tuple[list[int], list[float]]
 Timings = Sequence[tuple[MetricsRow, StepTiming]]
 
 
-@dataclass(frozen=True, slots=True)
-class RollbackMark:
-    """A line at the start step of a rollback, and a shade from there to the last abandoned step."""
-
-    start_step: int
-    last_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class AbandonedRows:
-    """The rows that rollbacks abandoned, in order, and a mark for each rollback."""
-
-    rows: Sequence[MetricsRow] = ()
-    marks: Sequence[RollbackMark] = ()
-
-
 def plot_run(store: Store, path: Path) -> None:
     """Plot the run in `store` to `path`. Raises NotFound when there is no run."""
     reader = Reader(store, whole=True)
@@ -54,14 +37,11 @@ def plot_run(store: Store, path: Path) -> None:
     rollbacks = [rollback for rollback in reader.state.rollbacks if rollback.fork in reader.state.forks]
     starts = [rollback.fork.start_at for rollback in rollbacks]
     spans = abandoned(reader.rows, rollbacks)
-    lost = AbandonedRows(
-        sorted(reader.abandoned, key=lambda row: (row.timeline, row.step)),
-        [
-            RollbackMark(0 if start is None else start.step, span.last_step)
-            for start, span in zip(starts, spans, strict=True)
-        ],
-    )
-    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=struck, lost=lost)
+    marks = [
+        (0 if start is None else start.step, span.last_step) for start, span in zip(starts, spans, strict=True)
+    ]
+    lost = sorted(reader.abandoned, key=lambda row: (row.timeline, row.step))
+    plot(reader.path, reader.kl_limit, path, title=reader.spec.name, faults=struck, lost=lost, rollbacks=marks)
 
 
 def plot(
@@ -71,68 +51,55 @@ def plot(
     *,
     title: str = "",
     faults: Sequence[int] = (),
-    lost: AbandonedRows = AbandonedRows(),
+    lost: Sequence[MetricsRow] = (),
+    rollbacks: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """Draw the rows to a PNG at `path`; `faults` are their steps. A panel without data shows "not logged"."""
-    figure = Figure(figsize=(12, 14.5), dpi=130, facecolor="white")
+    """Draw the rows to a PNG at `path`. A panel without data shows "not logged".
+
+    Args:
+        rows: of the current timeline and its ancestors.
+        kl_limit: a line at this KL; None: no line.
+        path: the PNG.
+        title: above the panels.
+        faults: their steps.
+        lost: rows that rollbacks abandoned, by timeline and step.
+        rollbacks: the start step of each, and the last step that it abandoned.
+    """
+    figure = Figure(figsize=(12, 11), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(4, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.935, bottom=0.045)
-    panels = [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])]
-    panels += [figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1]), figure.add_subplot(grid[2, :])]
-    timed = [figure.add_subplot(grid[3, 0]), figure.add_subplot(grid[3, 1])]
+    grid = figure.add_gridspec(3, 2, hspace=0.42, wspace=0.22, left=0.08, right=0.97, top=0.91, bottom=0.06)
+    panels = [figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, :])]
+    timed = [figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1])]
     _reward(panels[0], rows)
-    _train_and_held_out(panels[1], rows)
-    _loss(panels[2], rows)
-    _band(panels[3], rows)
-    _kl(panels[4], rows, kl_limit)
-    for panel, metric in zip(panels, (REWARD, REWARD, "loss", REWARD, "kl"), strict=True):
-        _abandoned(panel, lost, metric)
-        _finish(panel, [*rows, *lost.rows], faults)
+    _title(panels[1], "Policy loss", "loss")
+    _thin_and_thick(panels[1], _series(rows, "loss"), PURPLE, "loss")
+    _kl(panels[2], rows, kl_limit)
+    for panel, metric in zip(panels, (REWARD, "loss", "kl"), strict=True):
+        _abandoned(panel, lost, rollbacks, metric)
     timings = step_timings(sorted(rows, key=lambda row: row.time_s))
     _seconds(timed[0], timings)
     _idle(timed[1], timings)
-    for panel in timed:
-        _finish(panel, [*rows, *lost.rows], faults)
-    figure.align_ylabels([panels[0], panels[2], panels[4], timed[0]])
-    figure.align_ylabels([panels[1], panels[3], timed[1]])
-    figure.text(0.08, 0.97, title, fontsize=17, fontweight="bold", color=INK)
-    figure.text(0.97, 0.97, _subtitle(rows, faults, lost.marks), fontsize=11, color="#7a8290", ha="right")
+    for panel in (*panels, *timed):
+        _finish(panel, [*rows, *lost], faults)
+    figure.align_ylabels([panels[0], panels[2], timed[0]])
+    figure.align_ylabels([panels[1], timed[1]])
+    figure.text(0.08, 0.96, title, fontsize=17, fontweight="bold", color=INK)
+    figure.text(0.97, 0.96, _subtitle(rows, faults, rollbacks), fontsize=11, color="#7a8290", ha="right")
     figure.savefig(path, format="png")
 
 
 def _reward(panel: Axes, rows: Sequence[MetricsRow]) -> None:
-    _title(panel, "Mean reward", "reward")
-    _thin_and_thick(panel, _series(rows, REWARD), BLUE, "reward")
-
-
-def _train_and_held_out(panel: Axes, rows: Sequence[MetricsRow]) -> None:
-    _title(panel, "Train and held-out score", "score")
-    train, held_out = _series(rows, REWARD), _series(rows, HELD_OUT)
-    marker = "o" if len(train[0]) == 1 else None
-    if train[0]:
-        panel.plot(train[0], _smooth(train[1]), color=BLUE, linewidth=2, marker=marker, label="train")
-    if held_out[0]:
+    """Draw the mean reward, the band from the lowest to the highest, and the held-out score."""
+    _title(panel, "Reward", "reward")
+    banded = [row for row in rows if {REWARD_MIN, REWARD_MAX} <= row.values.keys()]
+    if banded:
+        (steps, low), (_, high) = _series(banded, REWARD_MIN), _series(banded, REWARD_MAX)
+        panel.fill_between(steps, low, high, color=GREEN, alpha=0.18, linewidth=0, label="min to max")
+        panel.plot(steps, low, color=GREEN, linewidth=0.8)
+        panel.plot(steps, high, color=GREEN, linewidth=0.8)
+    _thin_and_thick(panel, _series(rows, REWARD), BLUE, "mean")
+    if (held_out := _series(rows, HELD_OUT))[0]:
         panel.plot(*held_out, color=ORANGE, linewidth=2, marker="o", markersize=4.5, label="held out")
-    elif train[0]:
-        panel.plot([], [], color=ORANGE, linewidth=2, label="held out: not logged")
-
-
-def _loss(panel: Axes, rows: Sequence[MetricsRow]) -> None:
-    _title(panel, "Policy loss", "loss")
-    _thin_and_thick(panel, _series(rows, "loss"), PURPLE, "loss")
-
-
-def _band(panel: Axes, rows: Sequence[MetricsRow]) -> None:
-    _title(panel, "Reward band", "reward")
-    complete = [row for row in rows if {REWARD, REWARD_MIN, REWARD_MAX} <= row.values.keys()]
-    if not complete:
-        return
-    steps, low = _series(complete, REWARD_MIN)
-    high, middle = _series(complete, REWARD_MAX)[1], _series(complete, REWARD)[1]
-    panel.fill_between(steps, low, high, color=GREEN, alpha=0.18, linewidth=0, label="min to max")
-    panel.plot(steps, low, color=GREEN, linewidth=0.8, alpha=0.6)
-    panel.plot(steps, high, color=GREEN, linewidth=0.8, alpha=0.6)
-    panel.plot(steps, middle, color=GREEN, linewidth=2, marker="o" if len(steps) == 1 else None, label="mean")
 
 
 def _kl(panel: Axes, rows: Sequence[MetricsRow], limit: float | None) -> None:
@@ -151,19 +118,16 @@ def _kl(panel: Axes, rows: Sequence[MetricsRow], limit: float | None) -> None:
 
 def _seconds(panel: Axes, timings: Timings) -> None:
     _title(panel, "Seconds of a step", "s")
-    for name, colour, label in (
-        ("generate_s", BLUE, "generate"),
-        ("train_s", GREEN, "train"),
-        ("sync_s", PURPLE, "sync"),
-    ):
-        draw_timing(panel, timings, name, colour, label)
+    _draw_timing(panel, timings, "generate_s", BLUE, "generate")
+    _draw_timing(panel, timings, "train_s", GREEN, "train")
+    _draw_timing(panel, timings, "sync_s", PURPLE, "sync")
 
 
 def _idle(panel: Axes, timings: Timings) -> None:
     """Draw the idle seconds of trainer and fleet, and the staleness on a second axis."""
     _title(panel, "Idle seconds of a step, and staleness", "s")
-    draw_timing(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
-    draw_timing(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
+    _draw_timing(panel, timings, "trainer_idle_s", GREEN, "trainer idle")
+    _draw_timing(panel, timings, "fleet_idle_s", BLUE, "fleet idle")
     stale = [(row.step, timing.staleness) for row, timing in timings if timing.staleness is not None]
     if not stale:
         return
@@ -178,7 +142,7 @@ def _idle(panel: Axes, timings: Timings) -> None:
     panel.plot([], [], color=ORANGE, linewidth=1.5, label="staleness")
 
 
-def draw_timing(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
+def _draw_timing(panel: Axes, timings: Timings, name: str, colour: str, label: str) -> None:
     """Draw one of the timings by step, and its moving mean."""
     if not timings:
         return
@@ -188,13 +152,16 @@ def draw_timing(panel: Axes, timings: Timings, name: str, colour: str, label: st
     panel.plot(steps, _smooth(values), color=colour, linewidth=1.8, marker=marker, label=label)
 
 
-def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:
-    """Draw the abandoned values in grey. They may leave the panel, which is scaled to the current line."""
+def _abandoned(panel: Axes, lost: Sequence[MetricsRow], rollbacks: Sequence[tuple[int, int]], metric: str) -> None:
+    """Draw the abandoned values in grey. They may leave the panel, which is scaled to the current line.
+
+    A line marks the start step of each rollback, and a shade its abandoned steps.
+    """
     panel.margins(y=0.12)
     span = panel.get_ylim() if panel.has_data() else None
     grey = list[float]()
-    for timeline in dict.fromkeys(row.timeline for row in lost.rows):
-        steps, values = _series([row for row in lost.rows if row.timeline == timeline], metric)
+    for timeline in dict.fromkeys(row.timeline for row in lost):
+        steps, values = _series([row for row in lost if row.timeline == timeline], metric)
         if steps:
             label = None if grey else "abandoned"
             panel.plot(steps, values, color=GREY, linewidth=1.2, zorder=1.5, label=label)
@@ -205,10 +172,10 @@ def _abandoned(panel: Axes, lost: AbandonedRows, metric: str) -> None:
         panel.set_ylim(max(min([low, *grey]), low - margin), min(max([high, *grey]), high + margin))
     if not panel.has_data():
         return
-    for index, mark in enumerate(lost.marks):
-        panel.axvspan(mark.start_step, mark.last_step, color=SHADE, linewidth=0, zorder=0)
+    for index, (start_step, last_step) in enumerate(rollbacks):
+        panel.axvspan(start_step, last_step, color=SHADE, linewidth=0, zorder=0)
         label = "rollback" if index == 0 else None
-        panel.axvline(mark.start_step, color=INK, linewidth=1.2, zorder=1.2, label=label)
+        panel.axvline(start_step, color=INK, linewidth=1.2, zorder=1.2, label=label)
 
 
 def _thin_and_thick(panel: Axes, series: Series, colour: str, label: str) -> None:
@@ -247,7 +214,7 @@ def _finish(panel: Axes, rows: Sequence[MetricsRow], faults: Sequence[int]) -> N
     panel.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9, labelcolor=INK, loc="best")
 
 
-def _subtitle(rows: Sequence[MetricsRow], faults: Sequence[int], rollbacks: Sequence[RollbackMark]) -> str:
+def _subtitle(rows: Sequence[MetricsRow], faults: Sequence[int], rollbacks: Sequence[object]) -> str:
     if not rows:
         return "nothing logged yet"
     counted = (("fault", len(faults)), ("rollback", len(rollbacks)))

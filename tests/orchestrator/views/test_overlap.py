@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from rich.console import Console
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import StepTiming
-from grpo_orch.orchestrator.views import plots
-from grpo_orch.orchestrator.views.plots import plot_run
 from grpo_orch.orchestrator.views.report import render
 from grpo_orch.orchestrator.views.screen import Screen
 from grpo_orch.orchestrator.views.view_model import to_json
@@ -96,22 +93,6 @@ def test_run_page_has_a_series_of_each(staleness: int, monkeypatch: pytest.Monke
     assert present["trainer_idle_s"] == [None, *[timing.trainer_idle_s] * known, None]
     assert present["fleet_idle_s"] == [None, *[timing.fleet_idle_s] * known, None]
     assert present["staleness"] == [None, *[float(staleness)] * known, None]
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_plot_draws_each(staleness: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    drawn: dict[str, list[float]] = {}
-    draw = plots.draw_timing
-
-    def noted(panel: Any, timings: Any, name: str, *args: Any) -> None:
-        drawn[name] = [getattr(timing, name) for _, timing in timings]
-        draw(panel, timings, name, *args)
-
-    monkeypatch.setattr(plots, "draw_timing", noted)
-    plot_run(world_at(staleness, monkeypatch).store, tmp_path / "run.png")
-    timing = TIMINGS[staleness]
-    assert set(drawn) == {"generate_s", "train_s", "sync_s", "trainer_idle_s", "fleet_idle_s"}
-    assert drawn["fleet_idle_s"] == [timing.fleet_idle_s] * (STEPS - 2)
 
 
 def test_rollback_counts_windows_that_were_generated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views.formatting import Change
-from grpo_orch.orchestrator.views.plots import AbandonedRows, RollbackMark, plot, plot_run
+from grpo_orch.orchestrator.views.plots import plot, plot_run
 from grpo_orch.orchestrator.views.report import Report, render, to_json
 from grpo_orch.orchestrator.views.view_model import HealthView
 from grpo_orch.policies.detect.divergence import Health
@@ -240,6 +240,7 @@ def test_abandoned_run_shows_its_divergence(world: World) -> None:
 
 
 BLUE, RED, ORANGE, GREEN = (0x33, 0x66, 0xCC), (0xC0, 0x39, 0x2B), (0xE0, 0x7B, 0x39), (0x2E, 0x8B, 0x6F)
+PURPLE = (0x7A, 0x5B, 0xA8)
 
 
 def count(path: Path, colour: tuple[int, int, int]) -> int:
@@ -260,14 +261,14 @@ def test_a_run_is_plotted(world: World, tmp_path: Path) -> None:
     assert count(path, BLUE) > 1000
     assert count(path, ORANGE) > 100  # held out
     assert count(path, RED) > 500  # the KL limit
-    assert count(path, GREEN) == 0  # the reward band was not logged
+    assert count(path, GREEN) == count(path, PURPLE) == 0  # neither reward band, loss nor step times were logged
 
 
 def test_all_series_are_drawn_and_missing_ones_are_not(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     whole = rows(reward=0.02, loss=0.01, kl=0.01, orch__reward_min=0.01, orch__reward_max=0.03, eval_reward=0.02)
     plot(whole, 0.5, path)
-    assert min(count(path, colour) for colour in (BLUE, ORANGE, GREEN, RED)) > 100
+    assert min(count(path, colour) for colour in (BLUE, ORANGE, GREEN, PURPLE, RED)) > 100
     plot(whole, None, path)
     assert count(path, RED) == 0
     plot(whole, 0.2, path)  # exceeded from step 20 on: points above the line
@@ -281,7 +282,7 @@ def test_a_run_with_little_logged_is_plotted(logged: list[MetricsRow], tmp_path:
     path = tmp_path / "plot.png"
     plot(logged, 0.5, path, title="little")
     pixels = image.imread(path)
-    assert pixels.shape[:2] == (1885, 1560)
+    assert pixels.shape[:2] == (1430, 1560)
     assert pixels.std() > 0.01
 
 
@@ -294,8 +295,7 @@ def test_abandoned_steps_are_grey_and_the_fork_is_marked(rolled_back: World, tmp
     assert count(path, GREY) > 500
     assert count(path, SHADE) > 10_000
     whole = rows(reward=0.02, kl=0.01, loss=0.01)
-    marks = [RollbackMark(20, 28)]
-    plot(whole, None, path, lost=AbandonedRows(marks=marks))
+    plot(whole, None, path, rollbacks=[(20, 28)])
     marked = count(path, INK)
     assert count(path, GREY) == 0
     plot(whole, None, path)
@@ -306,14 +306,20 @@ def test_a_runaway_that_was_abandoned_does_not_flatten_the_rest(tmp_path: Path) 
     calm, path = rows(kl=0.01), tmp_path / "plot.png"
     runaway = [MetricsRow(1, step, T0, 1, {"kl": 10.0**step}) for step in range(20, 30)]
 
-    def blue_lines(lost: AbandonedRows) -> int:
+    def blue_lines(lost: list[MetricsRow]) -> int:
         """Over how many lines of pixels the KL goes."""
         plot(calm, None, path, lost=lost)
-        pixels = np.rint(image.imread(path)[1000:, :, :3] * 255).astype(int)
+        pixels = np.rint(image.imread(path)[:, :, :3] * 255).astype(int)
         return int((pixels == np.array(BLUE)).all(axis=2).any(axis=1).sum())
 
-    alone = blue_lines(AbandonedRows())
-    assert blue_lines(AbandonedRows(runaway, [RollbackMark(19, 29)])) > 0.5 * alone
+    assert blue_lines(runaway) > 0.5 * blue_lines([])
+
+
+def test_step_times_and_staleness_are_plotted(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    parts = {"generate_s": 0.02, "generate_node_s": 0.02, "publish_s": 0.01, "staleness": 0.05}
+    plot(rows(**{f"orch__{name}": value for name, value in parts.items()}), None, path)
+    assert min(count(path, colour) for colour in (BLUE, GREEN, PURPLE, ORANGE)) > 100
 
 
 def test_fault_marks_are_drawn(tmp_path: Path) -> None:
