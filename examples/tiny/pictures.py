@@ -27,6 +27,7 @@ WIDTH, HEIGHT = 100, 24
 def draw_live_view(store: Store, out: Path) -> None:
     """Write the view of the run in `store` as an SVG that loads no font from elsewhere."""
     reader = Reader(store)
+    reader.refresh()
     view = view_of(reader, time.time(), GatewayWatch(store, trust_first=True).observe())
     if view.over and reader.last is not None:
         view = view_of(reader, reader.last.time_s, None)

@@ -49,13 +49,7 @@ EVENTS_SHOWN = 20
 NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 
-def view_of(reader: Reader, now_s: float, gateway: GatewayStatus | None) -> RunView:
-    """Refresh `reader` and describe the run, as `described` does."""
-    reader.refresh()
-    return described(reader, now_s, gateway)
-
-
-def described(
+def view_of(
     reader: Reader,
     now_s: float,
     gateway: GatewayStatus | None,
@@ -268,7 +262,7 @@ class RunObserver:
         self.gateway = self._watch.observe()
         self.rates.update(self.gateway)
         self.reader.refresh()
-        return described(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
+        return view_of(self.reader, self._now_s(), self.gateway, self.rates.by_machine)
 
     def settle(self, wait: Callable[[float], object] = time.sleep) -> float:
         """Read the run and return its time, for a command that looks once. Raises StoreError.

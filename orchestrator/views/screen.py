@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -47,6 +46,7 @@ from grpo_orch.orchestrator.views.view_model import (
     NodeView,
     RunView,
     headline,
+    troubles,
 )
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase
@@ -161,26 +161,16 @@ def _is_above_limit(view: RunView) -> bool:
 # Facts of a line or two: problems, dollars, step times, weights, joining nodes.
 
 TROUBLE_LINES = 2
+TROUBLE_STYLES = {"diverged": "bold red", "watch": "yellow", "rollback": "cyan", "not bought": "bold red"}
 
 
 def trouble(view: RunView, width: int) -> list[Text]:
-    """Draw problems: a divergence, the stage of a rollback, machines that are not bought and why."""
-    health, rollback, lines = view.health, view.rollback, list[Text]()
-    if health.health is not Health.HEALTHY:
-        tripped = health.health is Health.TRIPPED
-        since = f"since step {health.onset_step}, detected at step {health.step}"
-        words = f"{since}: {'; '.join(health.evidence)}" if health.evidence else since
-        label, style = ("diverged", "bold red") if tripped else ("watch", "yellow")
-        lines += labelled(label, words, width, TROUBLE_LINES, style)
-    if rollback is not None:
-        passed = duration(view.now_s - rollback.since_s)
-        words = f"timeline {rollback.timeline}, from {rollback.start or 'the start'}, {rollback.text} ({passed})"
-        lines += labelled("rollback", words, width, TROUBLE_LINES, "cyan")
-    for stopped in view.buying_stopped:
-        wait = duration(max(0.0, stopped.next_try_s - view.now_s))
-        words = f"{stopped.kind}, next test machine in {wait}: {stopped.reason}"
-        lines += labelled("not bought", words, width, TROUBLE_LINES, "bold red")
-    return lines
+    """Draw problems."""
+    return [
+        line
+        for label, words in troubles(view)
+        for line in labelled(label, words, width, TROUBLE_LINES, TROUBLE_STYLES[label])
+    ]
 
 
 def money(view: MoneyView, width: int) -> list[Text]:
@@ -279,54 +269,31 @@ def _is_unfit(node: NodeView) -> bool:
     return bool(node.unfit) and not node.engines_serving
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    title: str
-    words: Sequence[str]
-    pad: Callable[[str, int], str]
-    least: int = 0  # cells
-
-    @property
-    def width(self) -> int:
-        return max(self.least, *map(cell_len, (self.title, *self.words)))
-
-    def cell(self, row: int | None) -> str:
-        """Return the padded cell of a row, or of the head for None."""
-        return self.pad(self.title if row is None else self.words[row], self.width)
-
-
 def _table(view: RunView, nodes: Sequence[NodeView], width: int) -> list[Text]:
-    name, state, ends = _columns(view, nodes, width)
-    lines = [Text(f"{name.cell(None)} {state.cell(None)}{''.join(f' {end.cell(None)}' for end in ends)}", "dim")]
-    for index, node in enumerate(nodes):
-        style = "bold red" if _is_unfit(node) else STATE_STYLES[node.state]
-        line = Text(name.cell(index), no_wrap=True).append(" ").append(state.cell(index), style)
-        lines.append(line.append("".join(f" {end.cell(index)}" for end in ends)))
+    """Draw node, state, and as many further columns as fit."""
+    policies = ["unfit" if _is_unfit(node) else (node.policy or UNKNOWN_TEXT) for node in nodes]
+    columns = [
+        ("node", [node.node for node in nodes], align_left),
+        ("state", [_state(node) for node in nodes], align_left),
+        ("policy", policies, align_left),
+        ("tok/s", [short(node.tokens_per_s) for node in nodes], align_right),
+        ("$/h", [f"{node.price_usd_per_h:.2f}" for node in nodes], align_right),
+        ("market", [node.market.replace("_", " ") for node in nodes], align_left),
+        ("for", [duration(view.now_s - node.since_s) for node in nodes], align_right),
+    ]
+    lines = [Text("", "dim"), *(Text(no_wrap=True) for _ in nodes)]
+    styles = ["", *("bold red" if _is_unfit(node) else STATE_STYLES[node.state] for node in nodes)]
+    used = 0
+    for title, words, pad in columns:
+        column_width = max(map(cell_len, (title, *words))) + 1
+        if title not in ("node", "state") and used + column_width > width + 1:
+            break
+        for line, word, style in zip(lines, (title, *words), styles, strict=True):
+            line.append(pad(word, column_width - 1) + " ", style if title == "state" else "")
+        used += column_width
     for line in lines:
         line.rstrip()
     return [cut(line, width) for line in lines]
-
-
-def _columns(view: RunView, nodes: Sequence[NodeView], width: int) -> tuple[_Column, _Column, list[_Column]]:
-    """Return name, state, and as many further columns as fit."""
-    name = _Column("node", [node.node for node in nodes], align_left)
-    state = _Column("state", [_state(node) for node in nodes], align_left, 8)
-    policies = ["unfit" if _is_unfit(node) else (node.policy or UNKNOWN_TEXT) for node in nodes]
-    ends = [
-        _Column("policy", policies, align_left),
-        _Column("tok/s", [short(node.tokens_per_s) for node in nodes], align_right),
-        _Column("$/h", [f"{node.price_usd_per_h:.2f}" for node in nodes], align_right),
-        _Column("market", [node.market.replace("_", " ") for node in nodes], align_left),
-        _Column("for", [duration(view.now_s - node.since_s) for node in nodes], align_right, 8),
-    ]
-    free = width - name.width - 1 - state.width - 1
-    kept = list[_Column]()
-    for end in ends:
-        free -= end.width + 1
-        if free < 0:
-            break
-        kept.append(end)
-    return name, state, kept
 
 
 def _counts(view: RunView, width: int) -> list[Text]:

@@ -203,3 +203,20 @@ def headline(view: RunView) -> str:
         slow = ", the store is slow" if view.store_slow else ""
         return f"trainer is {view.activity}{waiting}{slow}"
     return view.reason or "waiting for the trainer's first heartbeat"
+
+
+def troubles(view: RunView) -> list[tuple[str, str]]:
+    """Describe a divergence, a rollback, and machines that are not bought: a label and words each."""
+    health, rollback, found = view.health, view.rollback, list[tuple[str, str]]()
+    if health.health is not Health.HEALTHY:
+        label = "diverged" if health.health is Health.TRIPPED else "watch"
+        since = f"since step {health.onset_step}, detected at step {health.step}"
+        found.append((label, f"{since}: {'; '.join(health.evidence)}" if health.evidence else since))
+    if rollback is not None:
+        passed = duration(view.now_s - rollback.since_s)
+        start = rollback.start or "the start"
+        found.append(("rollback", f"timeline {rollback.timeline}, from {start}, {rollback.text} ({passed})"))
+    for stopped in view.buying_stopped:
+        wait = duration(stopped.next_try_s - view.now_s)
+        found.append(("not bought", f"{stopped.kind}, next test machine in {wait}: {stopped.reason}"))
+    return found

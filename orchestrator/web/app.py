@@ -34,11 +34,10 @@ from grpo_orch.orchestrator.views.formatting import (
     usd,
 )
 from grpo_orch.orchestrator.views.report import HELD_OUT
-from grpo_orch.orchestrator.views.view_model import RunView, headline
+from grpo_orch.orchestrator.views.view_model import RunView, headline, troubles
 from grpo_orch.orchestrator.web import curves, pages
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.run_watch import Observation, Watch
-from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.phases import TERMINAL_RUN
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role
 
@@ -47,24 +46,17 @@ UNREADABLE_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure with its label and a note below. `tone` is good, warn, bad or empty."""
+    """A figure with its label and a note below."""
 
     label: str
     value: str
     below: str = ""
-    tone: str = ""
+    is_bad: bool = False
 
 
-def troubles(view: RunView) -> list[str]:
+def _troubles(view: RunView) -> list[str]:
     """Describe the problems that do not end the run, a line each."""
-    lines = []
-    if view.health.health is not Health.HEALTHY:
-        finding = "The run has diverged" if view.health.health is Health.TRIPPED else "Possible divergence"
-        lines.append(f"{finding} since step {view.health.onset_step}")
-    for stopped in view.buying_stopped:
-        wait_s = stopped.next_try_s - view.now_s
-        when = f"in {duration(wait_s)}" if wait_s > 0 else "soon"
-        lines.append(f"Buying is stopped for {stopped.kind}; next test machine {when}: {stopped.reason}")
+    lines = [f"{label}: {words}" for label, words in troubles(view)]
     if view.store_slow:
         lines.append(
             "The store is slow: the newest checkpoint was postponed, earlier ones are still being uploaded"
@@ -83,7 +75,7 @@ def _figures(observation: Observation) -> list[Figure]:
     return [
         Figure("step", f"{view.step:,}", of),
         Figure("reward", short(view.reward), _held_out(observation.reader.path)),
-        Figure("KL", short(view.kl), limit, "bad" if above else ""),
+        Figure("KL", short(view.kl), limit, above),
         Figure("seconds a step", short(view.step_s), f"{duration(view.eta_s)} left" if view.eta_s else ""),
         Figure("tokens a second", short(view.tokens_per_s), waiting),
         _rollouts(view),
@@ -101,11 +93,7 @@ def _rollouts(view: RunView) -> Figure:
     elif view.phase in TERMINAL_RUN:
         below = ""
     else:
-        below = (
-            f"of {view.rollouts_wanted}, {on_demand} on demand"
-            if on_demand
-            else f"of {view.rollouts_wanted} wanted"
-        )
+        below = f"of {view.rollouts_wanted}{f', {on_demand} on demand' if on_demand else ' wanted'}"
     return Figure("rollout nodes", f"{len(serving)}", below)
 
 
@@ -176,15 +164,14 @@ def _host_of(request: web.Request) -> str:
 class Site:
     """The request handlers and their shared state."""
 
-    def __init__(self, watch: Watch, pages: Sequence[Page] = PAGES) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._pages = pages
 
     def app(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[guard, self._refuse])
         app.on_response_prepare.append(add_headers)
-        app.add_routes([web.get(page.path, self._handler(page)) for page in self._pages])
+        app.add_routes([web.get(page.path, self._handler(page)) for page in PAGES])
         app.router.add_static("/static", Path(__file__).parent / "static")
         return app
 
@@ -207,15 +194,18 @@ class Site:
 
     def _shared(self, observation: Observation, page: Page | None, url: str) -> dict[str, Any]:
         """Return the variables of every template."""
-        as_json = f"{url}{'&' if '?' in url else '?'}format=json"
-        shared = {
+        view = observation.view
+        return {
             "observation": observation,
-            "view": observation.view,
+            "view": view,
             "strip": _figures(observation),
-            "headline": headline(observation.view),
-            "troubles": troubles(observation.view),
+            "headline": headline(view),
+            "troubles": _troubles(view),
+            "page": page,
+            "pages": PAGES,
+            "url": url,
+            "json_url": f"{url}{'&' if '?' in url else '?'}format=json",
         }
-        return {**shared, "page": page, "pages": self._pages, "url": url, "json_url": as_json}
 
     @web.middleware
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:

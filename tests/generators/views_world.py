@@ -172,7 +172,13 @@ def requested(node: str) -> NodeRequested:
 
 def run_view(store: Store, now_s: float, gateway: GatewayStatus | None) -> RunView:
     """What is seen by who looks once."""
-    return view_of(Reader(store), now_s, gateway)
+    return next_view(Reader(store), now_s, gateway)
+
+
+def next_view(reader: Reader, now_s: float, gateway: GatewayStatus | None = None) -> RunView:
+    """What is seen by who looks again."""
+    reader.refresh()
+    return view_of(reader, now_s, gateway)
 
 
 def report_of(store: Store, now_s: float) -> Report:

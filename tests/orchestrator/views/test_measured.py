@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.run_view import Rates, view_of
+from grpo_orch.orchestrator.views.run_view import Rates
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.wire import EngineStats
-from tests.generators.views_world import T0, World
+from tests.generators.views_world import T0, World, next_view
 
 S = NodeState
 
@@ -18,7 +18,7 @@ def member(serving: bool = True, running: int = 0, tokens: int = 0, node: str = 
 
 
 def state_of(world: World, slot: str, at_s: float) -> NodeState:
-    nodes = {node.slot: node for node in view_of(Reader(world.store), T0 + at_s, None).nodes}
+    nodes = {node.slot: node for node in next_view(Reader(world.store), T0 + at_s).nodes}
     return nodes[slot].state
 
 

@@ -11,7 +11,6 @@ import pytest
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.orchestrator.views.screen import head
 from grpo_orch.orchestrator.views.view_model import HealthView, headline, to_json
 from grpo_orch.policies.detect.divergence import Health
@@ -34,7 +33,7 @@ from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, JoiningNode, Stage
-from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, run_view
+from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, next_view, run_view
 
 
 def member(node: str, policy: str | None) -> MemberStatus:
@@ -219,16 +218,16 @@ def test_rehearsed_faults_are_in_time_order_among_events() -> None:
     world.starts()
     world.moves(20.5, "rollout-1-i1", NodePhase.GONE, "preempted")
     reader = Reader(world.store)
-    view_of(reader, T0 + 21, None)
+    next_view(reader, T0 + 21)
     world.rehearses(20, 2, "rollout-1", at_step=3)
     world.rehearses(25, 1, "gateway", at_step=5)
-    told = [event.text for event in view_of(reader, T0 + 26, None).events[-3:]]
+    told = [event.text for event in next_view(reader, T0 + 26).events[-3:]]
     assert told == [
         "Rehearsal: kill rollout-1 at step 3 (took rollout-1)",
         "rollout-1-i1 is gone: preempted",
         "Rehearsal: kill gateway at step 5 (took gateway)",
     ]
-    again = [event.text for event in view_of(reader, T0 + 27, None).events[-3:]]
+    again = [event.text for event in next_view(reader, T0 + 27).events[-3:]]
     assert again == told
 
 

@@ -11,10 +11,9 @@ import pytest
 from grpo_orch.checkpoint.journal import SEGMENT_ENTRIES
 from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.orchestrator.views.reader import EVENTS_KEPT, Reader
-from grpo_orch.orchestrator.views.run_view import view_of
 from grpo_orch.policies.model.events import GatewayRestarted
 from grpo_orch.policies.model.vocabulary import NodePhase
-from tests.generators.views_world import FIRST_FORK, T0, World, diverging, run_view
+from tests.generators.views_world import FIRST_FORK, T0, World, diverging, next_view, run_view
 
 
 def long_run(entries: int, every_s: float = 0.0) -> World:
@@ -78,7 +77,7 @@ def test_node_leaving_in_the_first_read_entry_is_shown() -> None:
     world.moves(30, "rollout-1-i1", NodePhase.GONE, "preempted")
     for number in range(SEGMENT_ENTRIES):
         world.happens(40, GatewayRestarted(f"h{number}"))
-    shown = {node.slot: (node.phase, node.reason) for node in view_of(Reader(world.store), T0 + 50, None).nodes}
+    shown = {node.slot: (node.phase, node.reason) for node in next_view(Reader(world.store), T0 + 50).nodes}
     assert shown["rollout-1"] == (NodePhase.GONE, "preempted")
 
 
@@ -105,9 +104,9 @@ class CoarseStore(Store):
 def test_a_fork_changes_the_line_though_nothing_new_was_logged() -> None:
     world = diverging()
     reader = Reader(world.store)
-    assert len(view_of(reader, T0 + 44, None).recent) == 10
+    assert len(next_view(reader, T0 + 44).recent) == 10
     world.rolls_back(45, FIRST_FORK, 10)
-    assert [point.step for point in view_of(reader, T0 + 50, None).recent] == [1, 2, 3, 4, 5]
+    assert [point.step for point in next_view(reader, T0 + 50).recent] == [1, 2, 3, 4, 5]
     assert [row.step for row in reader.abandoned] == [6, 7, 8, 9, 10]
 
 
@@ -120,9 +119,9 @@ def test_second_look_fetches_only_possible_changes(tmp_path: Path) -> None:
     world.beats(271, 250)
     store = CountingStore(world.store.url)
     reader = Reader(store)
-    first = view_of(reader, T0 + 300, None)
+    first = next_view(reader, T0 + 300)
     store.fetched.clear()
-    second = view_of(reader, T0 + 300, None)
+    second = next_view(reader, T0 + 300)
     assert second == first
     assert [point.step for point in second.recent] == list(range(131, 251))
     documents = {"controller.json", "lease.json", "plan.json", "trainer.json"}
@@ -131,7 +130,7 @@ def test_second_look_fetches_only_possible_changes(tmp_path: Path) -> None:
     world.logs(280, 251, reward=-1.0)
     world.moves(281, "rollout-0-i1", NodePhase.GONE)
     world.saves(282, 100, tmp_path)
-    third = view_of(reader, T0 + 300, None)
+    third = next_view(reader, T0 + 300)
     assert third.reward == -1.0
     assert third.nodes[1].phase is NodePhase.GONE
     assert third.checkpoint is not None
@@ -144,9 +143,9 @@ def test_a_step_made_again_in_an_older_object_is_seen() -> None:
     for step in range(98, 103):
         world.logs(step, step, reward=float(step))
     reader = Reader(world.store)
-    assert view_of(reader, T0 + 200, None).reward == 102.0
+    assert next_view(reader, T0 + 200).reward == 102.0
     world.logs(150, 98, reward=-98.0)
-    view = view_of(reader, T0 + 200, None)
+    view = next_view(reader, T0 + 200)
     assert (view.reward, len(view.recent)) == (-98.0, 1)
 
 
@@ -154,16 +153,16 @@ def test_rows_of_two_objects_between_two_looks_are_seen() -> None:
     world = World()
     world.logs(98, 98, reward=98.0)
     reader = Reader(world.store)
-    view_of(reader, T0 + 200, None)
+    next_view(reader, T0 + 200)
     for step in range(99, 102):
         world.logs(step, step, reward=float(step))
-    assert [point.step for point in view_of(reader, T0 + 200, None).recent] == [98, 99, 100, 101]
+    assert [point.step for point in next_view(reader, T0 + 200).recent] == [98, 99, 100, 101]
 
 
 def test_a_row_of_the_same_size_in_the_same_second_is_seen() -> None:
     world = World()
     world.logs(20, 1, reward=1.5)
     reader = Reader(CoarseStore(world.store.url))
-    assert view_of(reader, T0 + 30, None).reward == 1.5
+    assert next_view(reader, T0 + 30).reward == 1.5
     world.logs(20, 1, reward=2.5)
-    assert view_of(reader, T0 + 30, None).reward == 2.5
+    assert next_view(reader, T0 + 30).reward == 2.5

@@ -108,7 +108,7 @@ def test_page_head_shows_problems_and_wanted_nodes() -> None:
     (drawn,) = visit(world, "/checkpoints")
     # Its run.yaml wants one, whatever places there are.
     assert '<dt>rollout nodes</dt><dd>3</dd><dd class="below">of 1, 1 on demand</dd>' in drawn
-    assert "Buying is stopped for rollout on spot; next test machine soon: &lt;script&gt;" in drawn
+    assert "not bought: rollout on spot, next test machine in 0 s: &lt;script&gt;" in drawn
     assert "The store is slow: " in drawn
     assert len(drawn) < 20_000
 
