@@ -11,7 +11,6 @@ from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.security import identity
-from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, print_result
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
@@ -45,69 +44,56 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
 @app.command()
 def drain(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Send the node no new requests; it leaves after its running requests finish."""
-    store, record = open_run(target)
-    with _Gateway(store, record.run_id) as gateway:
-        running = gateway.running_on(node)
-        gateway.request("POST", f"/members/{node}/drain")
-    state = {"node": node, "state": "draining"}
-    print_result(output, state, f"{node} is draining, {running} requests running")
+    running = _change(target, node, "POST", f"/members/{node}/drain")
+    text = f"{node} is draining, {running} requests running"
+    print_result(output, {"node": node, "state": "draining"}, text)
 
 
 @app.command()
 def remove(node: Node, target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Remove the node immediately: its requests continue elsewhere, and its machine cannot rejoin."""
+    running = _change(target, node, "DELETE", f"/members/{node}")
+    text = f"{node} is removed, {running} requests continue elsewhere"
+    print_result(output, {"node": node, "state": "removed"}, text)
+
+
+def _change(target: str | None, node: str, method: str, path: str) -> int:
+    """Send a request about a member, or all members of a machine, to the run's gateway; raise Stop if it fails.
+
+    Return the number of requests that run on them.
+    """
     store, record = open_run(target)
-    with _Gateway(store, record.run_id) as gateway:
-        running = gateway.running_on(node)
-        gateway.request("DELETE", f"/members/{node}")
-    state = {"node": node, "state": "removed"}
-    print_result(output, state, f"{node} is removed, {running} requests continue elsewhere")
-
-
-class _Gateway:
-    """A client of the run's gateway, at the address in the store. Raises Stop for every failure."""
-
-    def __init__(self, store: Store, run_id: str) -> None:
-        address, token = documents.read_gateway(store), known_token(run_id)
-        if address is None:
-            raise Stop("no gateway yet: the run's trainer starts it", exit_codes.FAILED)
-        if token is None:
-            raise Stop(
-                "this machine does not have the run's secret; run the command where the daemon runs",
-                exit_codes.FAILED,
-            )
-        self._url = address.url
-        self._http = httpx.Client(
-            base_url=address.url,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=TIMEOUT_S,
-            trust_env=False,
-            verify=identity.client_context(token),
+    address, token = documents.read_gateway(store), known_token(record.run_id)
+    if address is None:
+        raise Stop("no gateway yet: the run's trainer starts it", exit_codes.FAILED)
+    if token is None:
+        raise Stop(
+            "this machine does not have the run's secret; run the command where the daemon runs", exit_codes.FAILED
         )
-
-    def __enter__(self) -> _Gateway:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    def running_on(self, node: str) -> int:
-        """Return the number of running requests on a member, or on all members of a machine. Raises Stop."""
-        members: list[dict[str, Any]] = self.request("GET", "/members").json()["members"]
+    with httpx.Client(
+        base_url=address.url,
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=TIMEOUT_S,
+        trust_env=False,
+        verify=identity.client_context(token),
+    ) as http:
+        members: list[dict[str, Any]] = _request(http, "GET", "/members").json()["members"]
         running = {member["node"]: int(member["requests_running"]) for member in members}
         counts = [count for name, count in running.items() if node in (name, machine_of(name))]
         if not counts:
             raise Stop(f"no member {node!r}; members: {', '.join(running) or 'none'}")
-        return sum(counts)
+        _request(http, method, path)
+    return sum(counts)
 
-    def request(self, method: str, path: str) -> httpx.Response:
-        """Send a request and return its response. Raises Stop."""
-        try:
-            response = self._http.request(method, path)
-        except httpx.HTTPError as error:
-            reason = f"{self._url}: {str(error) or type(error).__name__}"
-            raise Stop(f"the gateway is unreachable from here ({reason})", exit_codes.FAILED) from None
-        if response.is_error:
-            details = response.text.strip() or "no details"
-            raise Stop(f"the gateway returned {response.status_code}: {details}", exit_codes.FAILED)
-        return response
+
+def _request(http: httpx.Client, method: str, path: str) -> httpx.Response:
+    """Send a request and return its response. Raises Stop."""
+    try:
+        response = http.request(method, path)
+    except httpx.HTTPError as error:
+        reason = f"{http.base_url}: {str(error) or type(error).__name__}"
+        raise Stop(f"the gateway is unreachable from here ({reason})", exit_codes.FAILED) from None
+    if response.is_error:
+        details = response.text.strip() or "no details"
+        raise Stop(f"the gateway returned {response.status_code}: {details}", exit_codes.FAILED)
+    return response

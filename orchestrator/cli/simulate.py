@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -34,56 +35,47 @@ from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.spec import RunSpec, generates_itself
 
 
-@dataclass(frozen=True, slots=True)
-class SimulationReport:
-    """Results of scenarios with faults, and of this run without faults compared with the same run on demand."""
-
-    market: str
-    hours: float  # simulated hours of each outcome
-    scenarios: Sequence[ScenarioResult]
-    outcomes: Mapping[str, Outcome]
-
-    @property
-    def ratios(self) -> dict[str, float]:
-        """Steps per USD, as a ratio to all on demand."""
-        base = self.outcomes[ON_DEMAND].steps_per_usd
-        return {name: outcome.steps_per_usd / base if base else 0.0 for name, outcome in self.outcomes.items()}
-
-
-def simulation_json(simulation: SimulationReport) -> dict[str, Any]:
+def simulation_json(
+    market: str, scenarios: Sequence[ScenarioResult], outcomes: Mapping[str, Outcome]
+) -> dict[str, Any]:
+    """Return the results of scenarios with faults, and of this run without faults next to all on demand."""
     return {
-        "market": simulation.market,
-        "seeds": len(simulation.scenarios),
+        "market": market,
+        "seeds": len(scenarios),
         "broken": 0,
-        "scenarios": [asdict(scenario) for scenario in simulation.scenarios],
-        "hours": simulation.hours,
-        "steps_per_usd_to_on_demand": round(simulation.ratios[THIS_RUN], 3),
-        "outcomes": {name: asdict(outcome) for name, outcome in simulation.outcomes.items()},
+        "scenarios": [asdict(scenario) for scenario in scenarios],
+        "hours": HOURS,
+        "steps_per_usd_to_on_demand": round(_ratio(outcomes, THIS_RUN), 3),
+        "outcomes": {name: asdict(outcome) for name, outcome in outcomes.items()},
     }
+
+
+def _ratio(outcomes: Mapping[str, Outcome], name: str) -> float:
+    """Return steps per USD, as a ratio to all on demand."""
+    base = outcomes[ON_DEMAND].steps_per_usd
+    return outcomes[name].steps_per_usd / base if base else 0.0
 
 
 def scenarios_line(scenarios: Sequence[ScenarioResult]) -> str:
     """Summarize the scenarios in one sentence."""
-    counts: dict[str, int] = {}
-    for scenario in scenarios:
-        counts[scenario.phase] = counts.get(scenario.phase, 0) + 1
+    counts = Counter(scenario.phase for scenario in scenarios)
     phases = ", ".join(f"{count} {phase}" for phase, count in sorted(counts.items()))
     hours = sum(scenario.hours for scenario in scenarios)
     number = f"{len(scenarios)} scenario{'s' * (len(scenarios) != 1)}"
     return f"{number} over {hours:.0f} simulated hours, no invariant violated: {phases}"
 
 
-def render(simulation: SimulationReport) -> Table:
-    title = f"{simulation.hours:.0f} h of spot market: {simulation.market}"
+def render(market: str, outcomes: Mapping[str, Outcome]) -> Table:
+    """Draw a line for each outcome."""
+    title = f"{HOURS:.0f} h of spot market: {market}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for name in ("steps", "USD", "steps/USD", "vs on demand", "machines"):
         table.add_column(name, justify="right")
-    for name, outcome in simulation.outcomes.items():
-        steps, usd = f"{outcome.steps:.0f}", f"{outcome.usd:.2f}"
-        ratio = f"{simulation.ratios[name]:.2f}"
+    for name, outcome in outcomes.items():
+        figures = f"{outcome.steps:.0f}", f"{outcome.usd:.2f}", f"{outcome.steps_per_usd:.2f}"
         machines = str(outcome.bought) if outcome.bought else ""
-        table.add_row(name, steps, usd, f"{outcome.steps_per_usd:.2f}", ratio, machines)
+        table.add_row(name, *figures, f"{_ratio(outcomes, name):.2f}", machines)
     return table
 
 
@@ -135,8 +127,8 @@ def simulate(
         for label, run in ((THIS_RUN, spec), (ON_DEMAND, on_demand(spec))):
             outcomes[label] = simulate_hours(run, market_of(seed), Physics(), _prices(spec), HOURS, seed)
             progress.advance(task)
-    simulation = SimulationReport(name, HOURS, scenarios, outcomes)
-    print_result(output, simulation_json(simulation), Group(scenarios_line(scenarios), render(simulation)))
+    text = Group(scenarios_line(scenarios), render(name, outcomes))
+    print_result(output, simulation_json(name, scenarios, outcomes), text)
 
 
 def _market_of(name: str, trace: Path | None, spec: RunSpec) -> MarketOf:
