@@ -54,7 +54,7 @@ from grpo_orch.policies.ledger.accounting import (
 )
 from grpo_orch.policies.ledger.rentals import Rental, bill, rentals
 from grpo_orch.policies.model.phases import TERMINAL_RUN
-from grpo_orch.policies.model.spec import RunSpec, alternatives_of, may_overlap
+from grpo_orch.policies.model.spec import RunSpec, may_overlap
 from grpo_orch.policies.model.timelines import Skipped
 from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RunPhase
 from grpo_orch.policies.serving.gateway_status import VersionSpread
@@ -238,16 +238,9 @@ def _tariff(reader: Reader) -> Tariff:
 
 
 def _machines_place(reader: Reader) -> Location:
-    """Return the location of the run's machines, else the only one that run.yaml names."""
-    for node in reader.newest_node.values():
-        if node.pool is not None:
-            return Location(node.pool.cloud, node.pool.region)
-    alternatives = alternatives_of(reader.spec.trainer.resources)
-    named = [str(resources.get("infra") or resources.get("cloud") or "*") for resources in alternatives]
-    places = {tuple(place.lower().split("/")[:2]) for place in named}
-    if len(places) != 1 or "*" in (only := places.pop())[0]:
-        return Location("")
-    return Location(only[0], only[1] if len(only) > 1 and only[1] != "*" else "")
+    """Return the location of the run's machines; unknown before the first has a pool."""
+    pool = next((node.pool for node in reader.newest_node.values() if node.pool is not None), None)
+    return Location("") if pool is None else Location(pool.cloud, pool.region)
 
 
 def _store_usd(reader: Reader, rented: Sequence[Rental], tariff: Tariff, wall_s: float) -> float:

@@ -6,7 +6,6 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.orchestrator.views.formatting import stage_words
-from grpo_orch.orchestrator.views.measurements import newest_weights, state_now
+from grpo_orch.orchestrator.views.measurements import NodeState, newest_weights, state_now
 from grpo_orch.orchestrator.views.reader import EVENTS_KEPT, Reader
 from grpo_orch.orchestrator.views.view_model import (
     CheckpointView,
@@ -168,16 +167,26 @@ def _nodes(
     joining = {node.node: node.stage for node in (gateway.joining if gateway else ())}
     newest = sorted(reader.newest_node.values(), key=lambda n: (n.role is not Role.TRAINER, len(n.slot), n.slot))
     return tuple(
-        replace(
-            _node(node, heartbeat, members[node.id], joining.get(node.id)),
-            state=state_now(reader.states[node.slot], node.role, members[node.id]),
-            tokens_per_s=tokens_per_s.get(node.id),
+        _node(
+            node,
+            reader.states[node.slot],
+            heartbeat,
+            members[node.id],
+            joining.get(node.id),
+            tokens_per_s.get(node.id),
         )
         for node in newest
     )
 
 
-def _node(node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus], stage: Stage | None) -> NodeView:
+def _node(
+    node: Node,
+    journalled: NodeState,
+    heartbeat: Trainer | None,
+    members: Sequence[MemberStatus],
+    stage: Stage | None,
+    tokens_per_s: float | None,
+) -> NodeView:
     if node.phase in (NodePhase.GONE, NodePhase.REFUSED):
         heartbeat, members, stage = None, (), None
     # The content digest after the version is not shown.
@@ -201,6 +210,10 @@ def _node(node: Node, heartbeat: Trainer | None, members: Sequence[MemberStatus]
         engines=max((member.engines for member in members), default=1),
         engines_serving=sum(member.serving for member in members),
         pool=str(node.pool or ""),
+        state=state_now(journalled, node.role, members),
+        tokens_per_s=tokens_per_s,
+        running=sum(member.requests_running for member in members) if members else None,
+        queue=sum(member.engine.waiting for member in members if member.engine) if members else None,
     )
 
 

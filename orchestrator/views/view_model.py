@@ -33,13 +33,15 @@ class NodeView:
     policy: str | None
     since_s: float  # start of its phase, seconds since the epoch
     price_usd_per_h: float
-    unfit: str = ""  # why it cannot hold the wanted policy, as reported by the node
-    stage: Stage | None = None  # what it is fetching or starting before it is ready
-    engines: int = 1  # of a rollout node, as reported by the node
-    engines_serving: int = 0
-    pool: str = ""  # zone, machine type and market, requested or actual; empty: the cloud has no pools
-    state: NodeState = NodeState.REQUESTED  # its phase; loading and idle are reported by the gateway
-    tokens_per_s: float | None = None  # counted by its engines; None before the second look
+    unfit: str  # why it cannot hold the wanted policy, as reported by the node
+    stage: Stage | None  # what it is fetching or starting before it is ready
+    engines: int  # of a rollout node, as reported by the node
+    engines_serving: int
+    pool: str  # zone, machine type and market, requested or actual; empty: the cloud has no pools
+    state: NodeState  # its phase; loading and idle are reported by the gateway
+    tokens_per_s: float | None  # counted by its engines; None before the second look
+    running: int | None  # requests on it; None: it is no member of the gateway
+    queue: int | None  # of these, waiting in its engines
 
 
 @dataclass(frozen=True, slots=True)

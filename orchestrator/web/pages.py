@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -33,8 +33,6 @@ from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.run_watch import Observation
 from grpo_orch.policies.ledger.rentals import spent_over_time
 from grpo_orch.policies.model.events import BudgetSet, Diverged
-from grpo_orch.policies.model.vocabulary import machine_of
-from grpo_orch.policies.serving.gateway_status import MemberStatus
 
 # The first page: curves, step times, machines and the latest events.
 
@@ -196,34 +194,11 @@ def states_of(observation: Observation) -> dict[str, str]:
     return {node.node: str(node.state) for node in observation.view.nodes}
 
 
-def _members(observation: Observation) -> defaultdict[str, list[MemberStatus]]:
-    members = defaultdict[str, list[MemberStatus]](list)
-    for member in observation.gateway.members if observation.gateway else []:
-        members[machine_of(member.node)].append(member)
-    return members
-
-
 def _nodes(observation: Observation) -> list[dict[str, Any]]:
-    members = _members(observation)
-    nodes = []
-    for node in observation.view.nodes:
-        own = members[node.node]
-        nodes.append(
-            {
-                "node": node.node,
-                "role": node.role,
-                "state": node.state,
-                "since_s": node.since_s,
-                "reason": node.unfit or node.reason,
-                "market": node.market.replace("_", " "),
-                "pool": node.pool,
-                "policy": node.policy,
-                "tokens_per_s": node.tokens_per_s,
-                "running": sum(member.requests_running for member in own) if own else None,
-                "queue": sum(member.engine.waiting for member in own if member.engine) if own else None,
-                "price_usd_per_h": node.price_usd_per_h,
-            }
-        )
+    nodes = [
+        {**asdict(node), "reason": node.unfit or node.reason, "market": node.market.replace("_", " ")}
+        for node in observation.view.nodes
+    ]
     return sorted(nodes, key=lambda node: (node["role"] != "trainer", node["state"] in (*FAILED, NodeState.GONE)))
 
 
