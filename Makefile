@@ -96,10 +96,6 @@ test-packages: | system-packages # apt works for one at a time
 		{ echo 'Chromium is missing: installing it with apt-get'; apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends chromium chromium-driver; } || \
 		echo 'It could not be installed: the run page will not be tested in a browser'
-	@which fish zsh >/dev/null || \
-		{ echo 'fish or zsh is missing: installing them with apt-get'; apt-get update -q && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends fish zsh; } || \
-		echo 'They could not be installed: shell completion is tested in bash alone'
 
 # Builds the Dockerfile of `make image` without a daemon.
 buildah:
