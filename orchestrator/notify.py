@@ -296,7 +296,7 @@ class Notifier:
         self._retry_s, self._retry_max_s = retry_s, retry_max_s
         self._queues = [_Queue(channel, 0) for channel in channels]
         self._read_up_to: int | None = None  # a journal entry; None: the cursor has not been read
-        self._other_cursors: dict[str, int] = {}  # of channels that an earlier daemon had and this one lacks
+        self._sent: dict[str, int] = {}  # the cursor, by channel; also those that only an earlier daemon had
         self._is_cursor_stale = False  # the cursor in the store is behind
         self._retry_at_s: float | None = None  # on the monotonic clock, after an error of the store
         self._wakeup = threading.Event()
@@ -349,9 +349,9 @@ class Notifier:
         """Queue the messages of new journal entries. Raises StoreError."""
         if self._read_up_to is None:
             cursor = documents.NOTIFIED.read(self._store, UnreadableDocuments())
-            self._other_cursors = dict(cursor.sent) if cursor else {}
+            self._sent = dict(cursor.sent) if cursor else {}
             for queue in self._queues:
-                queue.delivered = self._other_cursors.pop(queue.channel.name, 0)
+                queue.delivered = self._sent.get(queue.channel.name, 0)
             self._read_up_to = min(queue.delivered for queue in self._queues)
         for record in journal.read(self._store, self._read_up_to):
             for message in messages_in(record, *self._identity):
@@ -389,9 +389,9 @@ class Notifier:
         for queue in self._queues:
             if not queue.pending:
                 queue.delivered = max(queue.delivered, self._read_up_to or 0)
-        cursors = {queue.channel.name: queue.delivered for queue in self._queues}
+            self._sent[queue.channel.name] = queue.delivered
         self._is_cursor_stale = True
-        documents.NOTIFIED.write(self._store, Notified({**self._other_cursors, **cursors}))
+        documents.NOTIFIED.write(self._store, Notified(self._sent))
         self._is_cursor_stale = False
 
     def _limit(self) -> float:
