@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich import progress as bars
 from rich.console import RenderableType
-from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.documents import read_forks
@@ -37,7 +36,7 @@ from grpo_orch.orchestrator.cli.options import (
     print_result,
 )
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, data_size, duration, keep_reasons, plain_table
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import PolicyVersion
@@ -66,10 +65,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
 def _table(
     store: Store, listed: Sequence[Checkpoint], reasons: Mapping[PolicyVersion, Sequence[str]]
 ) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("version", "age", "size"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("kept as")
+    table = plain_table("version", "age", "size", "kept as")
     now_s = RunObserver(store).settle()
     for checkpoint in listed:
         age = duration(now_s - checkpoint.created_at_s)

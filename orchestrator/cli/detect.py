@@ -18,13 +18,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, console, errors, print_json, print_line
 from grpo_orch.orchestrator.traces.formats import NotATrace
 from grpo_orch.orchestrator.traces.read import Trace, read_traces
-from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, short
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, plain_table, short
 from grpo_orch.policies.detect.divergence import NOT_FINITE, Detector, Health, Point, Verdict, follow
 from grpo_orch.policies.detect.symptoms import CLIPPED, KL, KL_SEQUENCE, SIGNALS
 from grpo_orch.policies.model import exit_codes
@@ -263,7 +262,7 @@ ANY_STEP = (
 
 def render(found: Sequence[Detection]) -> RenderableType:
     """Draw a table with one line per run, and below it the evidence for each verdict."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("run", overflow="fold")
     for title in ("points", "KL at end", "health", "trip", "onset", "target"):
         table.add_column(title, no_wrap=True, justify="left" if title == "health" else "right")

@@ -13,7 +13,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.store.document import UnreadableDocuments
 from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, print_result
 from grpo_orch.orchestrator.cli.target import open_run
-from grpo_orch.orchestrator.views.formatting import clock, duration, plain, usd
+from grpo_orch.orchestrator.views.formatting import clock, duration, plain, plain_table, usd
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.policies.fleet.explain import Explanation
 from grpo_orch.policies.fleet.market import Offer
@@ -56,7 +56,7 @@ def _plain(explanation: Explanation) -> dict[str, Any]:
 
 
 def _market(offers: tuple[Offer, ...], now_s: float) -> Table:
-    table = _table("kind", "state", "max USD/h", "start", "lifetime", "pool and reason")
+    table = plain_table("kind", "state", "max USD/h", "start", "lifetime", "pool and reason")
     for offer in offers:
         retry = "" if offer.until_s is None else f", again in {duration(max(0.0, offer.until_s - now_s))}"
         price = "unknown" if offer.usd_per_h is None else usd(offer.usd_per_h)
@@ -75,7 +75,7 @@ def _horizon(comparison: Comparison) -> str:
 
 
 def _candidates(comparison: Comparison) -> Table:
-    table = _table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change")
+    table = plain_table("", "candidate", "loss USD", "USD/step", "s/step", "USD/h", "USD to change")
     for rank, candidate in enumerate(comparison.candidates):
         loss = f"{candidate.loss_usd(comparison.worth_usd, comparison.horizon_s):.2f}"
         figures = ("",) * 4 if comparison.unknown else _figures(candidate)
@@ -87,7 +87,3 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     step_usd = "none" if candidate.step_s is None else f"{candidate.step_usd:.3f}"
     step_s = "none" if candidate.step_s is None else f"{candidate.step_s:.1f}"
     return step_usd, step_s, f"{candidate.usd_per_h:.2f}", f"{candidate.change_usd:.2f}"
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, pad_edge=False, header_style="dim")

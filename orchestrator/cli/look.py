@@ -7,14 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from grpo_orch.checkpoint import journal
-from grpo_orch.checkpoint.records.documents import RunRecord, read_faults
+from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.records.samples import Message
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.cli.options import (
@@ -49,7 +49,7 @@ from grpo_orch.orchestrator.samples import (
 )
 from grpo_orch.orchestrator.views import report as reports
 from grpo_orch.orchestrator.views import screen, view_model
-from grpo_orch.orchestrator.views.events import EventLine, event_json, lines, rehearsed_line
+from grpo_orch.orchestrator.views.events import EventLine, event_json
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
     clock,
@@ -58,6 +58,7 @@ from grpo_orch.orchestrator.views.formatting import (
     plain,
     short,
 )
+from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.report import Report
 from grpo_orch.orchestrator.views.run_view import RunObserver
 from grpo_orch.orchestrator.views.screen import HEIGHT, Screen
@@ -123,7 +124,7 @@ def report(target: Target = None, output: AsJson = Output.TEXT) -> None:
     """Summarize a run: steps, rewards, faults survived, lost work and cost."""
     store, _ = open_run(target)
     built = _report(store)
-    print_result(output, reports.to_json(built), reports.render(built))
+    print_result(output, asdict(built), reports.render(built))
 
 
 def plot(
@@ -160,7 +161,7 @@ def attach(store: Store, output: Output = Output.TEXT) -> None:
         )
         return
     built = _report(store)
-    print_result(output, reports.to_json(built), reports.render(built))
+    print_result(output, asdict(built), reports.render(built))
     if (stop := _bad_end(built)) is not None:
         raise stop
 
@@ -221,17 +222,12 @@ def _report(store: Store) -> Report:
 
 
 def _event_lines(store: Store, follow: bool) -> Iterator[EventLine]:
-    """Yield lines for journal entries and rehearsed faults, sorted by time within each poll."""
-    entry, faults = 0, set[int]()
+    """Yield journal entries and rehearsed faults, sorted by time within each poll."""
+    reader, shown = Reader(store, whole=True), 0
     while True:
-        found: list[EventLine] = []
-        for record in journal.read(store, entry):
-            entry = record.number
-            found += lines(record)
-        for fault in read_faults(store, known=faults):
-            faults.add(fault.number)
-            found.append(rehearsed_line(fault))
-        yield from sorted(found, key=lambda line: line.time_s)
+        reader.read_journal()
+        yield from reader.events[shown:]
+        shown = len(reader.events)
         if not follow:
             return
         time.sleep(FOLLOW_EVERY_S)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.table import Table
 
 from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.security import identity
@@ -15,7 +14,7 @@ from grpo_orch.orchestrator.cli.options import AsJson, Output, Stop, Target, pri
 from grpo_orch.orchestrator.cli.target import open_run
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.home import known_token
-from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, duration
+from grpo_orch.orchestrator.views.formatting import UNKNOWN_TEXT, duration, plain_table
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.gateway_status import describe
@@ -33,7 +32,7 @@ def ls(target: Target = None, output: AsJson = Output.TEXT) -> None:
     status = GatewayWatch(store, trust_first=True).observe()
     members = [] if status is None else describe(status.members, status.changes, status.policy)
     missing = "the gateway has not written its members yet" if status is None else "no members"
-    table = Table("node", "state", "policy", "requests", "last seen", "last change", box=None, pad_edge=False)
+    table = plain_table("node", "state", "policy", "requests", "last seen", "last change")
     for member in members:
         policy = member.policy.partition("@")[0] if member.policy else UNKNOWN_TEXT
         seen = f"{duration(member.seen_s_ago)} ago"

@@ -11,6 +11,7 @@ from itertools import pairwise
 from shlex import quote
 
 from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.table import Table
 from rich.text import Text
 
 from grpo_orch.checkpoint.stream.catalog import Checkpoint
@@ -338,6 +339,19 @@ def in_lines(parts: list[str], width: int, most: int) -> list[str]:
 def joined(parts: list[str], width: int) -> str:
     """Join the parts on one line."""
     return (in_lines(parts, width, 1) or [""])[0]
+
+
+def plain_table(*titles: str) -> Table:
+    """Return a table without a frame."""
+    return Table(*titles, box=None, pad_edge=False, header_style="dim")
+
+
+def labelled_grid() -> Table:
+    """Return a grid of labels and facts."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
 
 
 def align_left(words: str, width: int) -> str:

@@ -21,6 +21,7 @@ from grpo_orch.orchestrator.plan.model import (
 from grpo_orch.orchestrator.views.formatting import (
     UNKNOWN_TEXT,
     duration,
+    labelled_grid,
     overlap_words,
     seconds_words,
     short,
@@ -50,7 +51,7 @@ def render(plan: Plan) -> RenderableType:
 
 def render_short(plan: Plan) -> RenderableType:
     """Draw the summary shown before a run starts: whether it fits, step time, dollars, and warnings."""
-    table = _grid()
+    table = labelled_grid()
     for machine in _machines(plan):
         if machine.memory_bytes is not None and machine.gpu:
             table.add_row(f"{machine.role} memory", _fit_words(machine))
@@ -105,7 +106,7 @@ def _fit_words(machine: MachinePlan) -> str:
 
 
 def _facts(plan: Plan) -> Table:
-    table = _grid()
+    table = labelled_grid()
     for row in _step_rows(plan):
         table.add_row(*row)
     if plan.sync is not None:
@@ -278,13 +279,6 @@ def _gib(size_bytes: int | None) -> str:
         return ""
     size = size_bytes / GIB
     return f"{size:.1f}" if size >= 1 else f"{size:.2f}"
-
-
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    return table
 
 
 def _table(first: str, *titles: str) -> Table:

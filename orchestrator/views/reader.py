@@ -97,7 +97,7 @@ class Reader:
 
     def refresh(self) -> None:
         """Read what is new. Raises StoreUnavailable, Corrupt."""
-        self._read_journal()
+        self.read_journal()
         self._read_metrics()
         self.checkpoints = self._catalog.newest().checkpoints
         self.lease = documents.LEASE.read(self.store, self.unreadable)
@@ -111,7 +111,8 @@ class Reader:
             before = documents.CONTROLLERS_BEFORE.read(self.store)
             self._past_controllers = () if before is None else before.rentals
 
-    def _read_journal(self) -> None:
+    def read_journal(self) -> None:
+        """Read new entries of the journal and new rehearsed faults. Raises StoreUnavailable, Corrupt."""
         records = entries_after(self.store, after=self.last.number) if self.last else self._recent()
         found = [line for record in records for line in lines(record)]
         for record in records:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,6 +23,7 @@ from grpo_orch.orchestrator.views.formatting import (
     changes_of,
     discarded_words,
     duration,
+    labelled_grid,
     overlap_words,
     short,
     skipped_of,
@@ -99,7 +99,10 @@ class RollbackReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The summary. Values that were never logged are None. The local cloud uses the rehearsal's prices."""
+    """The summary, also as JSON. Values that were never logged are None.
+
+    The local cloud uses the rehearsal's prices.
+    """
 
     name: str
     store: str
@@ -202,11 +205,6 @@ def run_faults(reader: Reader) -> list[Fault]:
     return merge_faults(map(_rehearsed_fault, reader.faults), journalled_faults(reader.history))
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Return the report as JSON data. Every key is always present; values never logged are null."""
-    return asdict(report)
-
-
 def render(report: Report) -> RenderableType:
     """Draw the report for a terminal."""
     parts: list[RenderableType] = [Text(f"{report.name}: {report.phase}", style="bold"), _figures(report)]
@@ -305,9 +303,7 @@ def _versions(store: Store) -> list[VersionSpread]:
 
 
 def _figures(report: Report) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = labelled_grid()
     restarts = ", ".join(f"{slot} {count}" for slot, count in report.restarts.items() if count) or "none"
     if report.phase in TERMINAL_RUN:
         table.add_row("reason", Text(report.reason))
@@ -349,9 +345,7 @@ def _figures(report: Report) -> RenderableType:
 
 
 def _rollback_table(rollback: RollbackReport) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = labelled_grid()
     ends = f"from {rollback.from_version} to {start_words(rollback.start)}"
     table.add_row(f"timeline {rollback.timeline}", f"{ends}; {rollback.lost_words}")
     table.add_row("reason", Text(rollback.reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views.formatting import Change
 from grpo_orch.orchestrator.views.plots import plot, plot_run
-from grpo_orch.orchestrator.views.report import Report, render, to_json
+from grpo_orch.orchestrator.views.report import Report, render
 from grpo_orch.orchestrator.views.view_model import HealthView
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model import exit_codes
@@ -202,7 +202,7 @@ def test_report_lists_rollbacks(rolled_back: World) -> None:
     assert (second.steps_abandoned, second.tokens_abandoned) == (1, 500)
     assert second.outcome == "is on probation until step 9"
     assert report.health == HealthView()
-    assert set(json.loads(json.dumps(to_json(report)))) == set(to_json(report_of(World().store, T0)))
+    assert set(json.loads(json.dumps(asdict(report)))) == set(asdict(report_of(World().store, T0)))
 
 
 def test_rollbacks_are_drawn_in_80_columns(rolled_back: World) -> None:

@@ -69,7 +69,7 @@ def test_status_and_report_show_them_on_80_columns() -> None:
     documents.members((0, 1, 1)).write(world.store, replace(status, seq=1))
     documents.gateway((0, 1, 1)).write(world.store, documents.GatewayAddress("http://h:1", "boot"))
     told = report_of(world.store, T0 + 42)
-    assert report.to_json(told)["weights"] == asdict(view.weights)
+    assert asdict(told)["weights"] == asdict(view.weights)
     console.print(report.render(told))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
