@@ -21,8 +21,7 @@ from typer.main import get_command
 from docs import arcs, trl_fields
 from grpo_orch.checkpoint.records.metrics import MetricsRow, StepTiming
 from grpo_orch.orchestrator import cli
-from grpo_orch.orchestrator.cli import options
-from grpo_orch.orchestrator.cli.examples import EXAMPLES
+from grpo_orch.orchestrator.cli import EXAMPLES, options
 from grpo_orch.orchestrator.config.effective import MAXIMUM, MINIMUM
 from grpo_orch.orchestrator.config.foreign_keys import (
     REFUSED_GRPO,

@@ -22,7 +22,7 @@ from grpo_orch.checkpoint.store.run_store import Entry, Store
 from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator.control.lease import LeaseWatch
 from grpo_orch.orchestrator.views.events import EventLine, lines, rehearsed_line
-from grpo_orch.orchestrator.views.measurements import NodeState, phase_state
+from grpo_orch.orchestrator.views.view_model import NodeState, phase_state
 from grpo_orch.policies.ledger.accounting import split_by_line, surviving_rows
 from grpo_orch.policies.ledger.rentals import ControllerRental
 from grpo_orch.policies.model.events import Event, NodeMoved, NodeRequested

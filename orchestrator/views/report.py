@@ -32,15 +32,16 @@ from grpo_orch.orchestrator.views.formatting import (
     start_words,
     usd,
 )
-from grpo_orch.orchestrator.views.measurements import (
+from grpo_orch.orchestrator.views.reader import Reader
+from grpo_orch.orchestrator.views.view_model import (
+    HealthView,
     WeightsView,
+    health_of,
     policy_stage_words,
     timing_words,
     weights_view,
     weights_words,
 )
-from grpo_orch.orchestrator.views.reader import Reader
-from grpo_orch.orchestrator.views.view_model import HealthView, health_of
 from grpo_orch.policies.costs.store_costs import SAME_REGION, Location, Stored, Tariff, tariff_of, usage_of_run
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.fleet.budget import not_counted

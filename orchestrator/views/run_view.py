@@ -18,18 +18,20 @@ from grpo_orch.orchestrator.control.metrics_watch import RECENT_ROWS
 from grpo_orch.orchestrator.control.observe import GatewayWatch
 from grpo_orch.orchestrator.control.run_clock import awake_or_asleep_s
 from grpo_orch.orchestrator.views.formatting import stage_words
-from grpo_orch.orchestrator.views.measurements import NodeState, newest_weights, state_now
 from grpo_orch.orchestrator.views.reader import EVENTS_KEPT, Reader
 from grpo_orch.orchestrator.views.view_model import (
     CheckpointView,
     DaemonView,
     MoneyView,
+    NodeState,
     NodeView,
     RollbackView,
     RunView,
     StoppedKindView,
     UnreadableView,
     health_of,
+    newest_weights,
+    state_now,
 )
 from grpo_orch.policies.fleet.budget import caps_of, not_counted, on_demand_usd, spent_usd
 from grpo_orch.policies.fleet.objective import rollouts_wanted

@@ -34,19 +34,17 @@ from grpo_orch.orchestrator.views.formatting import (
     usd,
     wrap,
 )
-from grpo_orch.orchestrator.views.measurements import (
-    AT_WORK,
-    NodeState,
-    stages_words,
-    timing_words,
-    weights_words,
-)
 from grpo_orch.orchestrator.views.view_model import (
+    AT_WORK,
     MoneyView,
+    NodeState,
     NodeView,
     RunView,
     headline,
+    stages_words,
+    timing_words,
     troubles,
+    weights_words,
 )
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.vocabulary import NodePhase, Role, RunPhase

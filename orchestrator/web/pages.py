@@ -26,9 +26,8 @@ from grpo_orch.orchestrator.samples import (
 )
 from grpo_orch.orchestrator.views.events import event_json
 from grpo_orch.orchestrator.views.formatting import keep_reasons, start_words
-from grpo_orch.orchestrator.views.measurements import FAILED, NodeState
 from grpo_orch.orchestrator.views.report import rollback_reports
-from grpo_orch.orchestrator.views.view_model import to_json
+from grpo_orch.orchestrator.views.view_model import FAILED, NodeState, to_json
 from grpo_orch.orchestrator.web.page import Page, PageError, PageRequest
 from grpo_orch.orchestrator.web.run_watch import Observation
 from grpo_orch.policies.ledger.rentals import spent_over_time

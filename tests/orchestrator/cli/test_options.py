@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from grpo_orch.orchestrator.cli import COMMANDS, app
-from grpo_orch.orchestrator.cli.examples import EXAMPLES
+from grpo_orch.orchestrator.cli import COMMANDS, EXAMPLES, app
 from grpo_orch.orchestrator.cli.options import EXIT_CODES
 from grpo_orch.policies.model import exit_codes
 from tests.generators.views_world import World

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from grpo_orch.orchestrator.views.measurements import NodeState, phase_state, state_now
 from grpo_orch.orchestrator.views.reader import Reader
 from grpo_orch.orchestrator.views.run_view import Rates
+from grpo_orch.orchestrator.views.view_model import NodeState, phase_state, state_now
 from grpo_orch.policies.model.vocabulary import NodePhase, Role
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.wire import EngineStats

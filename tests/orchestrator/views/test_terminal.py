@@ -12,9 +12,15 @@ import pytest
 from rich.console import Console
 
 from grpo_orch.orchestrator.views.formatting import clock, duration, short, sparkline, usd
-from grpo_orch.orchestrator.views.measurements import NodeState
 from grpo_orch.orchestrator.views.screen import Screen, changes, watch
-from grpo_orch.orchestrator.views.view_model import HealthView, NodeView, RollbackView, RunView, StoppedKindView
+from grpo_orch.orchestrator.views.view_model import (
+    HealthView,
+    NodeState,
+    NodeView,
+    RollbackView,
+    RunView,
+    StoppedKindView,
+)
 from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus

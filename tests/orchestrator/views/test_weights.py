@@ -11,8 +11,8 @@ from rich.console import Console
 from grpo_orch.checkpoint.records import documents, metrics
 from grpo_orch.checkpoint.records.metrics import MetricsRow
 from grpo_orch.orchestrator.views import report
-from grpo_orch.orchestrator.views.measurements import WeightsView, newest_weights, weights_view
 from grpo_orch.orchestrator.views.screen import Screen
+from grpo_orch.orchestrator.views.view_model import WeightsView, newest_weights, weights_view
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, VersionSpread
 from tests.generators.views_world import T0, World, report_of, run_view
 
