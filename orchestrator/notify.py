@@ -96,8 +96,7 @@ def _message_of(event: Event) -> tuple[str, str] | None:
         case BudgetNeared():
             return "budget_neared", f"has spent {event.spent_usd:.2f} of its {event.usd:.2f} USD"
         case BudgetReached():
-            action = "pauses" if event.at == "pause" else "shuts down"
-            return "budget_reached", f"has reached its budget and {action}: {event.reason}"
+            return "budget_reached", f"has reached its budget and pauses: {event.reason}"
         case _:
             return None
 

@@ -448,7 +448,7 @@ class Simulation:
         state = newest.controller.state
         ends: tuple[RunPhase, ...] = (RunPhase.FINISHED, RunPhase.PAUSED, RunPhase.GAVE_UP)
         if state.money.is_reached:  # even if a user stopped it afterwards
-            ends = (RunPhase.PAUSED,) if self.spec.budget.at == "pause" else (RunPhase.STOPPED,)
+            ends = (RunPhase.PAUSED,)
         elif self.stopping:
             ends = (RunPhase.STOPPED,)
         check(state.phase in ends, f"the run does not end: {state}")

@@ -79,8 +79,7 @@ def sentence(event: Event) -> str:
             other = f" ({event.on_demand_usd_per_h:.2f} on demand)" if is_cheaper else ""
             return f"{event.node} has a machine {_MARKETS[event.market]}, {where}, at {price}{other}"
         case events.BudgetReached():
-            action = "stop all machines" if event.at == "down" else event.at
-            return f"The budget is reached; the run will {action}: {event.reason}"
+            return f"The budget is reached; the run will pause: {event.reason}"
         case events.JobExited():
             why = f": {event.reason}" if event.reason else ""
             ended = f"{event.node} {_end_words(event.exit_code)} at step {event.step}"

@@ -289,8 +289,8 @@ def release_machines(tick: Tick, *, is_affordable: bool) -> None:
         tick.move(node, NodePhase.TERMINATING, f"the run is {tick.state.phase}")
     machines = tick.snapshot.machines
     if tick.state.phase is RunPhase.STOPPING and not tick.state.nodes and not machines and machines is not None:
-        is_paused = tick.state.money.is_reached and tick.spec.budget.at == "pause"
-        reason = tick.state.reason if tick.state.money.is_reached else "every machine is gone"
+        is_paused = tick.state.money.is_reached
+        reason = tick.state.reason if is_paused else "every machine is gone"
         if (unspent_usd := tick.state.money.unspent_usd) >= REPORTED_USD_MIN:
             unused = f"{unspent_usd:.2f} USD of this were reserved for requests that bought no machine"
             reason = f"{reason}; {unused}; `grpo-orch resume` continues with them"

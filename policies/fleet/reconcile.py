@@ -206,7 +206,7 @@ class _Reconciler:
         return Spending(self.tick.state, self.tick.snapshot, self.spec, nodes)
 
     def _stop(self, reason: str) -> None:
-        reached = BudgetReached(self._spending().spent_usd, reason, self.spec.budget.at)
+        reached = BudgetReached(self._spending().spent_usd, reason)
         self.tick.emit(reached, f"budget: {reason}")
         self.tick.move_run(RunPhase.STOPPING, f"the budget is reached: {reason}")
 

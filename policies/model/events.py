@@ -134,7 +134,6 @@ class BudgetReached:
 
     spent_usd: float
     reason: str
-    at: str  # pause, down
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,14 +299,11 @@ class CheckpointsSpec:
 class Budget:
     """Limits of the run's cost in USD, enforced before each launch.
 
-    When a limit is reached, the trainer stores its state, every machine is returned, and the run is paused, or
-    stopped as by `down`.
+    When a limit is reached, the trainer stores its state, every machine is returned, and the run is paused.
     """
 
     usd: float | None = None  # Maximum cost of the run. Unset: no limit.
     usd_per_h: float | None = None  # Maximum cost per hour of all machines together. Unset: no limit.
-    # Once `usd` is reached and everything is stored and returned: pause the run, or stop it as `down` does.
-    at: Literal["pause", "down"] = "pause"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,10 +117,8 @@ def spec(max_replicas: int = 2, **policies: object) -> RunSpec:
     )
 
 
-def capped(
-    usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2, at: str = "pause"
-) -> RunSpec:
-    return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h, at=at))  # type: ignore[arg-type]
+def capped(usd: float | None = None, usd_per_h: float | None = None, max_replicas: int = 2) -> RunSpec:
+    return replace(spec(max_replicas), budget=Budget(usd=usd, usd_per_h=usd_per_h))
 
 
 def with_disks(run: RunSpec) -> RunSpec:

@@ -13,7 +13,6 @@ from grpo_orch.orchestrator.simulate.market_trace import InvalidTrace, Zone, rea
 from grpo_orch.orchestrator.simulate.scenarios import run_scenario
 from grpo_orch.orchestrator.simulate.simulation import on_demand
 from grpo_orch.policies.fleet.market import market_of
-from grpo_orch.policies.model.spec import Budget
 from grpo_orch.policies.model.vocabulary import Market, Role, RunPhase
 from tests.stand_ins.world import spec
 
@@ -92,7 +91,3 @@ def test_scenario_in_a_market_ends_or_waits(
     trainer = replace(run.trainer, resources=resources.get("trainer", {}))
     run = replace(run, trainer=trainer, rollout=replace(run.rollout, resources=resources.get("rollout", {})))
     assert run_scenario(seed, run, trace=market(name, seed, nodes)).phase is end
-
-
-def test_a_run_that_stops_at_its_budget_has_ended() -> None:
-    assert run_scenario(0, replace(spec(2), budget=Budget(usd=6.0, at="down"))).phase is RunPhase.STOPPED

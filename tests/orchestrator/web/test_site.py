@@ -116,7 +116,7 @@ def test_page_head_shows_problems_and_wanted_nodes() -> None:
 def test_head_of_waiting_run_shows_how_to_continue() -> None:
     world = run_of()
     why = "12.00 of `budget.usd` 12 are spent"
-    world.happens(40, BudgetReached(12.0, why, "pause"), RunMoved(RunPhase.STOPPING, why))
+    world.happens(40, BudgetReached(12.0, why), RunMoved(RunPhase.STOPPING, why))
     world.happens(41, RunMoved(RunPhase.PAUSED, why))
     told = f"{why}; continue with: grpo-orch resume --budget-usd NUMBER {world.store.url}"
     assert told in visit(world, "/")[0]

@@ -26,11 +26,10 @@ def patient(run: RunSpec) -> RunSpec:
     return replace(run, policies=replace(run.policies, boot_timeout_s=10.0**6))
 
 
-@pytest.mark.parametrize(("at", "end"), [("pause", RunPhase.PAUSED), ("down", RunPhase.STOPPED)])
-def test_a_run_that_reaches_its_cap_stores_and_stops(at: str, end: RunPhase) -> None:
-    world = priced(capped(30.0, at=at), max_steps=10**6, save_steps=10**6)
+def test_a_run_that_reaches_its_cap_stores_and_pauses() -> None:
+    world = priced(capped(30.0), max_steps=10**6, save_steps=10**6)
     world.run(10**5)
-    assert world.state.phase is end
+    assert world.state.phase is RunPhase.PAUSED
     assert "`budget.usd`" in world.state.reason  # by which `status` knows what helps
     assert world.machines == {}
     assert world.checkpoints[-1].step == int(world.steps) > 0
