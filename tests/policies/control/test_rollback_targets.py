@@ -15,7 +15,7 @@ from grpo_orch.policies.control.rollback import Target, choose_target, newest_be
 from grpo_orch.policies.detect.divergence import Health, Verdict
 from grpo_orch.policies.model.spec import CheckpointsSpec
 from grpo_orch.policies.model.state import Rollback
-from grpo_orch.policies.model.timelines import Fork, lineage, on_lineage
+from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause, PolicyVersion, RollbackStage
 from tests.budget import examples
 
@@ -149,20 +149,3 @@ def test_there_is_a_target_at_most_one_doubling_too_old(
             run.check(onset)
     for at in run.ever:
         run.check(at.step + 1)
-
-
-def test_checkpoints_for_next_rollback_stay_through_probation() -> None:
-    run = Run(10, 1, CheckpointsSpec(keep_last=1))
-    run.trains(1000)
-    run.uploads(100)
-    start = run.target(700).checkpoint
-    before = newest_before(run.listed, (), 0, None if start is None else start.step)
-    left = {at for at in run.listed if start is not None and at > start}
-    run.goes_back(start, Cause.DIVERGED)
-    run.trains(run.rollbacks[0].probation_until_step - run.step)
-    run.uploads(len(run.spooled))
-    assert {start, before, *left} <= set(run.listed)
-    run.trains(10)
-    run.uploads(1)
-    assert not left & set(run.listed)
-    assert all(on_lineage(at, lineage(run.forks, 1)) for at in run.listed)

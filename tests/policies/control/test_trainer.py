@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from grpo_orch.policies.control.decide import decide
-from grpo_orch.policies.control.lifecycle import NOTICE_MAX_S
 from grpo_orch.policies.control.node_phases import MACHINE_LOST_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import JobExited
@@ -183,13 +182,6 @@ def test_drained_machine_without_a_trainer_is_released() -> None:
     world.notice("trainer-0-i1")
     world.tick()
     world.exit("trainer-0-i1", 143)
-    world.tick()
-    assert "trainer-0-i1" not in world.machines
-    world = until_training(World(max_steps=10**6))
-    world.refusing = True
-    world.notice("trainer-0-i1")
-    world.tick()
-    world.now_s += NOTICE_MAX_S + 1  # nothing is heard of it
     world.tick()
     assert "trainer-0-i1" not in world.machines
 

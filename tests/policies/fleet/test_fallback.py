@@ -12,13 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.fleet.plan import FALLBACK_MIN_S
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.breaker import SPOT_STABLE_S
 from grpo_orch.policies.model.events import BudgetReached, BudgetRefused, NodeMoved, NodeRequested
-from grpo_orch.policies.model.fold import fold
 from grpo_orch.policies.model.pools import Pool, PoolOffer
 from grpo_orch.policies.model.spec import Budget, Replicas, RunSpec
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Role, RunPhase, role_of
@@ -288,16 +286,6 @@ def test_without_prices_there_is_no_fallback() -> None:
     world.most = None
     world.let_pass(1.0)
     assert world.stood_in == []
-
-
-def test_a_new_controller_keeps_them() -> None:
-    world = two_markets(spec(2))
-    world.let_pass(1.0)
-    (there,) = fallback_nodes(world.state)
-    world.take_over()
-    assert fallback_nodes(fold(world.history)) == [there]
-    again = decide(world.state, world.snapshot(), world.spec).events
-    assert not any(isinstance(event, NodeRequested) and event.is_fallback for event in again)
 
 
 ONE = 9.0  # USD an hour: a trainer and one node on demand, at the most that it may cost
