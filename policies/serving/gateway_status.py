@@ -30,7 +30,6 @@ class MemberStatus:
     max_requests: int = 0  # at a time
     kv_tokens: int = 0
     engine: EngineStats | None = None
-    join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
     engines: int = 1  # of its machine
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grpo_orch.policies.model.vocabulary import machine_of
 from grpo_orch.policies.serving.joining import Stage
@@ -82,7 +82,6 @@ class Member:
     allowed: int = EASE_IN_REQUESTS
     kv_tokens: int = 0
     engine: EngineStats | None = None  # the latest stats
-    join_s: dict[str, float] = field(default_factory=dict)
     stage: Stage | None = None
     engines: int = 1
 
@@ -178,7 +177,7 @@ class Membership:
             self._update_engine(row, announcement)
             row.address, row.policy, row.max_requests = announcement.address, policy, announcement.max_requests
             row.announced_at_s, row.is_suspected, row.stage = now_s, False, announcement.stage
-            row.unfit, row.join_s = announcement.unfit, announcement.join_s
+            row.unfit = announcement.unfit
             row.is_stuck = row.is_stuck and before == policy
             if unfit != announcement.unfit:
                 return Change((node,), f"{holds}, {self._unfit_note(announcement.unfit)}")
@@ -199,7 +198,6 @@ class Membership:
             unfit=announcement.unfit,
             kv_tokens=announcement.kv_tokens,
             engine=announcement.engine,
-            join_s=announcement.join_s,
             stage=announcement.stage,
             engines=announcement.engines,
         )

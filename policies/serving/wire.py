@@ -127,7 +127,6 @@ class Announce:
     kv_tokens: int = 0  # of prompts and completions that its engine has room for; 0: unknown
     engine: EngineStats | None = None  # at most a second or two old
     stages: PolicyStages | None = None  # of the policy that it holds
-    join_s: dict[str, float] = field(default_factory=dict)  # seconds since its agent's start, by part
     stage: Stage | None = None  # of the policy that it fetches
     engines: int = 1  # of its machine, each of them a member
 

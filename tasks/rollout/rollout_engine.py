@@ -113,7 +113,7 @@ class RolloutEngine:
         self._is_leaving = False
         self._stats: EngineStats | None = None
         self._stages = PolicyStages("")  # of the policy it holds
-        self._join_s: dict[str, float] = {}
+        self._has_joined = False
         self._changed = asyncio.Event()  # the next announcement differs from the last one
 
     @property
@@ -280,7 +280,6 @@ class RolloutEngine:
             kv_tokens=server.limits.kv_tokens,
             engine=self._stats,
             stages=self._stages if self._stages.policy == self.policy else None,
-            join_s=self._join_s,
             engines=self._slot.engines,
             stage=self._folders.fetching,
         )
@@ -306,7 +305,7 @@ class RolloutEngine:
         if stages is not None:
             self._stages = stages
             self._files.mark_serving(self.name)
-            self._record_join(stages)
+            self._log_join(stages)
         self._changed.set()
 
     def record_failure(self, wanted: PolicyRef, reason: str, *, is_temporary: bool) -> None:
@@ -328,12 +327,13 @@ class RolloutEngine:
         await server.stop()
         self._files.mark_failed(self.name)
 
-    def _record_join(self, policy: PolicyStages) -> None:
-        """Record the time until this engine first served, by part.
+    def _log_join(self, policy: PolicyStages) -> None:
+        """Log the time until this engine first served, by part.
 
         `fetch` overlaps with `vllm` and `trial`; `load` comes after them.
         """
-        if not self._join_s and self.server is not None:
+        if not self._has_joined and self.server is not None:
+            self._has_joined = True
             parts_s = {
                 "compiled": self._files.compiled_s,
                 "vllm": self.server.start_s,
@@ -342,8 +342,8 @@ class RolloutEngine:
                 "load": policy.load_s,
                 "all": time.monotonic() - PROCESS_STARTED_S,
             }
-            self._join_s = {part: round(took_s, 3) for part, took_s in parts_s.items()}
-            log.info("joined", engine=self.name, bytes=policy.fetched_bytes, **self._join_s)
+            rounded_s = {part: round(took_s, 3) for part, took_s in parts_s.items()}
+            log.info("joined", engine=self.name, bytes=policy.fetched_bytes, **rounded_s)
 
 
 def attempt_key(wanted: PolicyRef) -> str:

@@ -46,7 +46,7 @@ VLLM_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_H
 
 
 def join_s(folder: Path, bytes_per_s: int, code: Path = ROOT) -> dict[str, float]:
-    """Return the seconds of each part, as the node tells them, and `first_token`, as the trainer sees it.
+    """Return the seconds until `first_token`, as the trainer sees it; the node logs those of each part.
 
     Args:
         folder: nobody else's.
@@ -93,13 +93,8 @@ class _Rig:
             with _process([str(NODE_PYTHON), "-m", "grpo_orch.tasks.rollout.agent"], env, code):
                 next(line for line in lines if line.completion or (line.progress and line.progress.tokens))
                 first_token_s = time.monotonic() - begun_s
-                joined = _until(
-                    lambda: next(
-                        (one for one in _status(self.store).members if one.node == name and one.policy), None
-                    )
-                )
                 _until(until)
-        return {**joined.join_s, "first_token": round(first_token_s, 3)}
+        return {"first_token": round(first_token_s, 3)}
 
 
 @contextmanager

@@ -277,7 +277,6 @@ class Members:
             max_requests=row.max_requests,
             kv_tokens=row.kv_tokens,
             engine=row.engine,
-            join_s=row.join_s,
             engines=row.engines,
             unfit=row.unfit,
             stage=row.stage,
@@ -367,7 +366,7 @@ class _Version:
 class VersionSpreads:
     """How the last policies reached the members: times and stages.
 
-    `now_s` is on any monotonic clock. Nodes that join later do not count; they report `join_s`.
+    `now_s` is on any monotonic clock. Nodes that join later do not count.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,6 @@ BODY_S = 30.0
 REQUESTS_MAX = 65_536  # in a batch; each is a task and a place in the queue
 NUMBER_END = 2**63
 SEED_END = NUMBER_END  # vLLM's seeds are signed 64-bit numbers
-PARTS_MAX = 16  # of `join_s`
 NAME_SIZE_MAX = 200
 LINE_SIZE_MAX = 1000  # of an agent's messages
 # Names go into headers, logs and metrics.
@@ -203,7 +202,6 @@ def check_announce(announcement: Announce) -> None:
     _check_line("unfit", announcement.unfit)
     _check_counts(1, max_requests=announcement.max_requests, engines=announcement.engines)
     _check_counts(0, kv_tokens=announcement.kv_tokens)
-    _check_counts(0, **announcement.join_s)
     if (engine := announcement.engine) is not None:
         _check_counts(0, running=engine.running, waiting=engine.waiting, tokens=engine.tokens)
         _check_counts(0, preemptions=engine.preemptions)
@@ -211,8 +209,6 @@ def check_announce(announcement: Announce) -> None:
             raise ApiError(400, f"kv_usage must be in [0, 1], not {engine.kv_usage}")
     if (stages := announcement.stages) is not None:
         _check_counts(0, fetch_s=stages.fetch_s, load_s=stages.load_s, fetched_bytes=stages.fetched_bytes)
-    if len(announcement.join_s) > PARTS_MAX:
-        raise ApiError(400, f"join_s may have at most {PARTS_MAX} parts")
     if announcement.stage is not None:
         check_stage(announcement.stage)
 

@@ -35,8 +35,6 @@ async def test_policies_are_fetched_while_vllm_starts(machine: Machine) -> None:
     assert machine.loads == [second.label]
     assert said.stages is not None
     assert said.stages.fetched_bytes > 1000  # not those of the second look, which found all there
-    assert set(said.join_s) == {"compiled", "vllm", "trial", "fetch", "load", "all"}
-    assert said.join_s["all"] >= said.join_s["fetch"] > 0
 
 
 def test_fetch_of_whole_policy_reports_progress(machine: Machine, tmp_path: Path) -> None:
@@ -85,9 +83,8 @@ async def test_each_boot_starts_bare_while_that_works(machine: Machine) -> None:
     machine.start(wanted)
     said = await machine.holds(wanted)
     await machine.boots[0].stop()  # as a crash does
-    again = await machine.until(lambda one: one.policy == wanted.label and one.boot_id != said.boot_id)
+    await machine.until(lambda one: one.policy == wanted.label and one.boot_id != said.boot_id)
     assert [boot.bare for boot in machine.boots] == [True, True]
-    assert again.join_s == said.join_s  # of the node, not of the boot
 
 
 def tensor_file(names: list[str]) -> bytes:

@@ -400,8 +400,6 @@ def test_an_announcement_is_refused_when_no_agent_could_mean_it() -> None:
         {"engine": {"kv_usage": 1.5}},
         {"stages": {"policy": "0-1", "fetch_s": -1.0}},
         {"stages": {"policy": "0-1", "fetched_bytes": -1}},
-        {"join_s": {"vllm": -0.1}},
-        {"join_s": {str(part): 1.0 for part in range(17)}},
     ]
     with gateway() as world:
         for change in changes:
