@@ -12,7 +12,6 @@ import json
 import socket
 import ssl
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,30 +99,27 @@ def load_rewards(spec: TrainerSpec, workdir: Path) -> list[Reward]:
 
 
 def guarded_rewards(rewards: Sequence[Reward], spec: RunSpec) -> list[Reward]:
-    """Return rewards with each function under the run's rule for bad rewards. TRL calls models itself."""
-    rule, timeout_s = spec.policies.on_bad_reward, spec.policies.reward_timeout_s
+    """Return rewards with each function under the run's rule for bad rewards. TRL calls models itself.
 
-    def guard(function: Callable[..., Any], path: str) -> Callable[..., Any]:
-        return guarded(function, path, rule, timeout_s, lambda error: is_cut_off(error) or is_out_of_memory(error))
-
-    paths = spec.trainer.reward_funcs
-    made = [
-        reward if isinstance(reward, torch.nn.Module | str) else guard(reward, path)
-        for reward, path in zip(rewards, paths, strict=True)
-    ]
-    _make_names_unique(made, spec.trainer.reward_funcs)
+    TRL logs a function's scores by its name, which is its last name in run.yaml, or all of it where two end alike.
+    """
+    policies, paths = spec.policies, spec.trainer.reward_funcs
+    names = [path.rpartition(".")[2] for path in paths]
+    made: list[Reward] = []
+    for reward, path, name in zip(rewards, paths, names, strict=True):
+        if isinstance(reward, torch.nn.Module | str):
+            made.append(reward)
+            continue
+        function = guarded(
+            reward,
+            path,
+            policies.on_bad_reward,
+            policies.reward_timeout_s,
+            lambda error: is_cut_off(error) or is_out_of_memory(error),
+        )
+        function.__name__ = path if names.count(name) > 1 else name
+        made.append(function)
     return made
-
-
-def _make_names_unique(rewards: Sequence[Any], paths: Sequence[str]) -> None:
-    """Rename functions of the same name, as one decorator makes, after run.yaml: TRL logs scores by name."""
-    counts = Counter(getattr(reward, "__name__", "") for reward in rewards)
-    last = Counter(path.rpartition(".")[2] for path in paths)
-    taken = set(counts)
-    for reward, path in zip(rewards, paths, strict=True):
-        if counts[getattr(reward, "__name__", "")] > 1 and inspect.isfunction(reward):
-            name = path.rpartition(".")[2]
-            reward.__name__ = name if last[name] == 1 and name not in taken else path
 
 
 def _reward(import_path: str, spec: TrainerSpec, workdir: Path) -> Callable[..., Any]:

@@ -9,12 +9,14 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from trl.trainer.utils import get_callable_name
 
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.tick.snapshot import BEFORE_TRAINING
@@ -23,10 +25,11 @@ from grpo_orch.tasks.rewards.user_calls import guarded
 from grpo_orch.tasks.trainer import reports
 from grpo_orch.tasks.trainer.preflight import check_rewards
 from grpo_orch.tasks.trainer.time_limit import kill_after
-from grpo_orch.tasks.trainer.user_objects import BadSpec, load_rewards
+from grpo_orch.tasks.trainer.user_objects import BadSpec, guarded_rewards, load_rewards
 from tests.budget import HANG_S, until
 from tests.node.trainer.rig import Rig, open_rig
 from tests.node.trainer.rig_rewards import lower_share
+from tests.stand_ins.world import spec
 
 TEXTS = {"trainer.dataset": {"prompt": "1+1", "answer": "2"}}
 CHATS = {"trainer.dataset": {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}}
@@ -138,6 +141,11 @@ class Asked:
 
 def weighs(completions, weight, **columns): return [weight] * len(completions)
 async def waits(completions, **columns): return [1.0] * len(completions)
+def made(share):
+    def reward(completions, **columns): return [share] * len(completions)
+    return reward
+
+polite, correct = made(0.1), made(0.2)
 def hands_on(completions, **columns): return waits(completions)
 def drops(completions, **columns): completions.clear(); return []
 def without_kwargs(completions): return [0.0] * len(completions)
@@ -179,7 +187,9 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delitem(sys.modules, name)
     (tmp_path / "my_rewards.py").write_text(MODULE)
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "__init__.py").write_text("from .inner import one\n")
+    (tmp_path / "my_package" / "__init__.py").write_text(
+        "from my_rewards import correct as polite\nfrom .inner import one\n"
+    )
     (tmp_path / "my_package" / "inner.py").write_text(
         "def one(completions, **_): return [1.0] * len(completions)\n"
     )
@@ -203,6 +213,22 @@ def test_any_callable_import_path_is_a_reward(name: str, beside: Path) -> None:
     assert function.__name__ == name.rpartition(".")[2]
     scores = guarded(function, name, "fail", HANG_S, lambda _: False)(prompts=["p"], completions=["c"])
     assert (asyncio.run(scores) if asyncio.iscoroutine(scores) else scores) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (("my_rewards.polite", "my_rewards.correct"), ["polite", "correct"]),
+        (("my_rewards.polite", "my_package.polite"), ["my_rewards.polite", "my_package.polite"]),
+    ],
+)
+def test_scores_are_logged_by_distinct_names(paths: tuple[str, ...], names: list[str], beside: Path) -> None:
+    run = spec()
+    run = replace(run, trainer=replace(run.trainer, reward_funcs=paths))
+    rewards = guarded_rewards(load_rewards(run.trainer, beside), run)
+    assert [get_callable_name(one) for one in rewards] == names
+    scores = [one(prompts=["p"], completions=["c"]) for one in rewards if callable(one)]
+    assert scores == [[0.1], [0.2]]
 
 
 def test_arguments_of_a_partial(beside: Path) -> None:
