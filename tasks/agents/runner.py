@@ -291,10 +291,6 @@ class AgentSource(RolloutSource):
             if session.failed and self._rule == "fail":
                 raise BadReward(f"trainer.agent: {session.failed}; session {session.session}")
 
-    def _store_rollout(self, rollout: Rollout) -> None:
-        super()._store_rollout(rollout)
-        self._runner.forget(rollout.sessions)
-
     def complete(self, *args: Any, **kwargs: Any) -> Rollout:
         """Complete a call, then have the gateway drop its sessions.
 
