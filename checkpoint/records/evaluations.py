@@ -72,10 +72,14 @@ def evaluations_of(parent: Store) -> Iterator[tuple[Store, Evaluation]]:
 
 
 def still_needed(parent: Store) -> set[str]:
-    """Return the checkpoints that are pinned for evaluations and not yet scored. Raises Corrupt, StoreError."""
+    """Return the checkpoints that evaluations without all of their results have pinned.
+
+    Raises Corrupt, StoreError.
+    """
     return {
         subject.name
         for store, evaluation in evaluations_of(parent)
+        if any(evaluated(subject.name).read(store) is None for subject in evaluation.subjects)
         for subject in evaluation.subjects
-        if subject.pinned and evaluated(subject.name).read(store) is None
+        if subject.pinned
     }

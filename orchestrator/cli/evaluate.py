@@ -296,7 +296,7 @@ def pin(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
     The last evaluation of a checkpoint removes the pin set by the first. Raises Stop if a checkpoint is gone.
     """
     catalog = Catalog(parent, f"{socket.gethostname()}/{os.getpid()}")
-    listed, shared = catalog.newest().checkpoints, _pinned_by_others(parent)
+    listed, shared = catalog.newest().checkpoints, evaluations.still_needed(parent)
     present = {(checkpoint.version, checkpoint.digest): checkpoint for checkpoint in listed}
     wanted = [subject for subject in subjects if subject.name != BASE]
     if gone := [subject.name for subject in wanted if (subject.name, subject.digest) not in present]:
@@ -313,17 +313,6 @@ def pin(parent: Store, subjects: Sequence[Subject]) -> tuple[Subject, ...]:
         is_ours = subject.pinned or not checkpoint.pinned or checkpoint.version in shared
         pinned.append(replace(subject, pinned=is_ours))
     return tuple(pinned)
-
-
-def _pinned_by_others(parent: Store) -> set[str]:
-    """Return the checkpoints that unfinished evaluations have pinned."""
-    return {
-        subject.name
-        for store, evaluation in evaluations.evaluations_of(parent)
-        if journal.recover(store).state.phase is not RunPhase.FINISHED
-        for subject in evaluation.subjects
-        if subject.pinned
-    }
 
 
 # The subjects and problems of an evaluation, and the name and store derived from them.
