@@ -6,20 +6,15 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.checkpoint.store import layout
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.vocabulary import PolicyVersion
-from grpo_orch.policies.serving.wire import Completion
-from grpo_orch.tasks.completions.rollout_source import RolloutSource
 from grpo_orch.tasks.trainer.turns import check_turns
 from grpo_orch.tasks.trainer.user_objects import BadSpec
-from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, FleetClient
 from tests.node.trainer import rig_tools
 from tests.node.trainer.rig import Rig, open_rig
 from tests.node.trainer.test_resume import kill_after_completion
@@ -176,22 +171,3 @@ def test_each_completion_has_its_environment_begun_with_the_row() -> None:
 
 def stored(rig: Rig) -> list[str]:
     return [entry.key for entry in rig.store.entries("rollouts")]
-
-
-def test_an_empty_prompt_is_asked_for_and_none_is_not() -> None:
-    made = [Completion(n, [5, n], [-0.5, -0.5], "stop", "0-0", "node") for n in range(2)]
-    asked: list[list[int]] = []
-
-    def complete(_version: PolicyVersion, prompts: list[list[int]], *_: Any, **__: Any) -> Rollout:
-        asked.extend(prompts)
-        return Rollout(1, "0-0", "0-0", 0, "", made)
-
-    client = FleetClient(cast("RolloutSource", SimpleNamespace(complete=complete)))
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), model=SimpleNamespace(training=True), eos_token_ids=[2]
-    )
-    client.attach(trainer, None, 0)
-    found = client.generate([NO_PROMPT, [], [7], NO_PROMPT])
-    assert asked == [[], [7]]
-    assert found["completion_ids"] == [[], [5, 0], [5, 1], []]
-    assert [len(one) for one in found["logprobs"]] == [0, 2, 2, 0]

@@ -1,7 +1,8 @@
-"""TRL's own evaluation in one batch: the same metrics as with one call after the other."""
+"""TRL's calls of its client, and its own evaluation in one batch: the metrics are those of one call at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 from grpo_orch.checkpoint.records.rollouts import Rollout
 from grpo_orch.policies.serving.wire import Completion
 from grpo_orch.tasks.completions.rollout_source import RolloutSource
-from grpo_orch.tasks.trl.fleet_client import FleetClient
+from grpo_orch.tasks.trl.fleet_client import NO_PROMPT, FleetClient
 from tests.node.trainer.rig import open_rig
 
 OF_TIME = ("runtime", "per_second")
@@ -41,6 +42,14 @@ def test_an_evaluation_is_one_batch_and_computes_the_same(tiny: Path, tmp_path: 
     assert "eval_reward" in found
 
 
+def client_of(complete: Callable[..., Rollout], *, training: bool) -> FleetClient:
+    """A client whose completions come from a function."""
+    client = FleetClient(cast("RolloutSource", SimpleNamespace(complete=complete)))
+    state, model = SimpleNamespace(global_step=0), SimpleNamespace(training=training)
+    client.attach(SimpleNamespace(state=state, model=model, eos_token_ids=[2]), None, 0)
+    return client
+
+
 def test_rows_of_one_prompt_get_different_completions() -> None:
     calls: list[list[list[int]]] = []
 
@@ -52,11 +61,7 @@ def test_rows_of_one_prompt_get_different_completions() -> None:
         ]
         return Rollout(1, "0-0", "0-0", 0, "", made)
 
-    client = FleetClient(cast("RolloutSource", SimpleNamespace(complete=complete)))
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), model=SimpleNamespace(training=False), eos_token_ids=[2]
-    )
-    client.attach(trainer, None, 0)
+    client = client_of(complete, training=False)
 
     def ids(*prompts: int) -> Any:
         return client.generate([[prompt] for prompt in prompts], n=2)["completion_ids"]
@@ -69,3 +74,17 @@ def test_rows_of_one_prompt_get_different_completions() -> None:
     client.foresee([])
     assert ids(8) == [[3, 0, 8], [3, 1, 8]]
     assert calls == [[[7], [8], [7]], [[7], [9]], [[8]]]
+
+
+def test_an_empty_prompt_is_asked_for_and_none_is_not() -> None:
+    made = [Completion(n, [5, n], [-0.5, -0.5], "stop", "0-0", "node") for n in range(2)]
+    asked: list[list[int]] = []
+
+    def complete(_version: object, prompts: list[list[int]], *_: Any, **__: Any) -> Rollout:
+        asked.extend(prompts)
+        return Rollout(1, "0-0", "0-0", 0, "", made)
+
+    found = client_of(complete, training=True).generate([NO_PROMPT, [], [7], NO_PROMPT])
+    assert asked == [[], [7]]
+    assert found["completion_ids"] == [[], [5, 0], [5, 1], []]
+    assert [len(one) for one in found["logprobs"]] == [0, 2, 2, 0]
