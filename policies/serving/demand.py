@@ -33,25 +33,21 @@ class Demand:
 
     Attributes:
         newest: the newest policy requested, now or last; None before the first.
+        open_policies: those that have open requests, by label.
     """
 
     def __init__(self) -> None:
         self.newest: PolicyRef | None = None
-        self._open: dict[str, _Open] = {}  # by label
-
-    @property
-    def open_requests(self) -> dict[str, int]:
-        """The number of open requests by the label of their policy."""
-        return {label: policy.requests for label, policy in self._open.items()}
+        self.open_policies: dict[str, _Open] = {}
 
     @property
     def has_older(self) -> bool:
         """Whether requests of older policies than the newest are open."""
-        return len(self._open) > 1
+        return len(self.open_policies) > 1
 
     def ref(self, label: str) -> PolicyRef | None:
         """Return the policy with that label, if it has open requests or is the newest."""
-        found = self._open.get(label)
+        found = self.open_policies.get(label)
         return found.ref if found is not None else self.newest if self._is_newest(label) else None
 
     def is_wanted(self, label: str) -> bool:
@@ -61,17 +57,17 @@ class Demand:
     def add(self, policy: PolicyRef, requests: int) -> None:
         """Add open requests of a policy. With 0 requests, it becomes the newest if no policy has open requests."""
         if requests:
-            self._open.setdefault(policy.label, _Open(policy, 0)).requests += requests
+            self.open_policies.setdefault(policy.label, _Open(policy, 0)).requests += requests
             self._choose_newest()
-        elif not self._open:
+        elif not self.open_policies:
             self.newest = policy
 
     def finish(self, label: str, requests: int) -> None:
         """Remove open requests that are done or abandoned."""
-        found = self._open[label]
+        found = self.open_policies[label]
         found.requests -= requests
         if found.requests <= 0:
-            del self._open[label]
+            del self.open_policies[label]
             self._choose_newest()
 
     def targets(self, members: Iterable[Member]) -> dict[str, str]:
@@ -85,8 +81,8 @@ class Demand:
         for row in members:
             machines[machine_of(row.node)].append(row)
         found = {}
-        for label in sorted(self._open.keys() - {self.newest.label}, key=labelled_version):
-            unassigned, kept = self._open[label].requests, list[str]()
+        for label in sorted(self.open_policies.keys() - {self.newest.label}, key=labelled_version):
+            unassigned, kept = self.open_policies[label].requests, list[str]()
             for machine in sorted(machines, key=lambda name: _order(label, name, machines[name])):
                 if unassigned <= 0:
                     break
@@ -106,8 +102,9 @@ class Demand:
         return self.newest is not None and self.newest.label == label
 
     def _choose_newest(self) -> None:
-        if self._open:
-            self.newest = max(self._open.values(), key=lambda policy: labelled_version(policy.ref.label)).ref
+        if self.open_policies:
+            label = max(self.open_policies, key=labelled_version)
+            self.newest = self.open_policies[label].ref
 
 
 def _order(label: str, name: str, rows: list[Member]) -> tuple[bool, bool, int, str]:

@@ -135,17 +135,12 @@ class Membership:
         self._draining: set[str] = set()  # nodes or whole machines, whatever their boot
         self._void: set[str] = set()  # boots
         self._group_nodes: dict[Hashable, str] = {}  # group -> the node of its last request
-        self._session_nodes: dict[Hashable, str] = {}  # session -> the node of its last turn
+        self.session_nodes: dict[Hashable, str] = {}  # session -> the node of its last turn
 
     @property
     def members(self) -> tuple[Member, ...]:
         """All members, in the order in which they joined."""
         return tuple(self._rows.values())
-
-    @property
-    def session_nodes(self) -> Mapping[Hashable, str]:
-        """The node of each session's last turn."""
-        return self._session_nodes
 
     def member(self, node: str) -> Member | None:
         """Return the member's row, or None if it is no member."""
@@ -344,7 +339,7 @@ class Membership:
         working = tuple(row for row in serving if not row.is_stuck)
         others = tuple(row for row in working if row.node not in avoid)
         best = next((rows for rows in (others, working) if any(row.free_slots for row in rows)), serving)
-        last_node = self._session_nodes.get(load.group) if load.is_turn else None
+        last_node = self.session_nodes.get(load.group) if load.is_turn else None
         if any(row.node == last_node and row.keeps_session for row in best):
             with_room = [row for row in best if row.node == last_node or row.has_room(load)]
         else:
@@ -367,7 +362,7 @@ class Membership:
         row.running += 1
         row.outstanding += load.tokens
         row.replaying += load.replayed
-        last_nodes = self._session_nodes if load.is_turn else self._group_nodes
+        last_nodes = self.session_nodes if load.is_turn else self._group_nodes
         if len(last_nodes) == GROUPS_MAX:
             last_nodes.clear()
         last_nodes[load.group] = node
@@ -394,10 +389,10 @@ class Membership:
 
     def end_session(self, session: Hashable) -> None:
         """Forget a session that has ended."""
-        self._session_nodes.pop(session, None)
+        self.session_nodes.pop(session, None)
 
     def _fewest_sessions(self, rows: Sequence[Member]) -> Member:
-        sessions = Counter(self._session_nodes.values())
+        sessions = Counter(self.session_nodes.values())
         return min(rows, key=lambda row: (sessions[row.node], row.outstanding))
 
     def _may_load(self, row: Member) -> bool:

@@ -47,6 +47,7 @@ class Members:
 
     Attributes:
         table, demand: the members and the requested policies, to read.
+        version_spreads: how the last policies reached the members.
         places: assigns the members' places to jobs.
     """
 
@@ -60,7 +61,7 @@ class Members:
         self.table = Membership()
         self.places = Places(self.table, self._connect, self._answer_if_drained)
         self.announcements = Announcements()
-        self._version_spreads = VersionSpreads()
+        self.version_spreads = VersionSpreads()
         self.joining_nodes = JoiningNodes()
         self._last_replies: dict[str, AnnounceReply] = {}  # by boot
         self.demand = Demand()
@@ -93,11 +94,6 @@ class Members:
         """The last CHANGES_MAX changes of the table, the oldest first."""
         return list(self._changes)
 
-    @property
-    def versions(self) -> list[VersionSpread]:
-        """How the last policies reached the members, the oldest first."""
-        return self._version_spreads.last
-
     def status(self) -> list[MemberStatus]:
         """Return the status of every member, in the order of joining."""
         now_s = time.monotonic()
@@ -110,7 +106,7 @@ class Members:
         self.recovery = recovery
         if not self.demand.is_wanted(policy.label):
             log.info("policy_requested", policy=policy.label)
-            self._version_spreads.want(policy.label, self.table.members, time.monotonic())
+            self.version_spreads.want(policy.label, self.table.members, time.monotonic())
         self._change_demand(lambda: self.demand.add(policy, requests))
 
     def finish(self, policy: str, requests: int) -> None:
@@ -160,7 +156,7 @@ class Members:
             self._note_work(node)
         if self.table.is_void(announcement.boot_id):
             return AnnounceReply(drain=True)
-        self._version_spreads.record(node, announcement, time.monotonic())
+        self.version_spreads.record(node, announcement, time.monotonic())
         if self.demand.newest is not None and (row := self.table.member(node)) is not None and not row.target:
             self.table.set_targets({machine_of(node): self._target_on(machine_of(node), self.demand.newest.label)})
         if before is None:
@@ -288,12 +284,7 @@ class Announcements:
 
     def __init__(self) -> None:
         self.hold_s = HOLD_S
-        self._held: dict[str, asyncio.Future[None]] = {}
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        """The nodes whose announcements are held."""
-        return frozenset(self._held)
+        self.held: dict[str, asyncio.Future[None]] = {}
 
     async def hold(self, node: str, lost: Callable[[], None]) -> None:
         """Return when the announcement is to be answered, after `hold_s` at the latest.
@@ -303,20 +294,20 @@ class Announcements:
             lost: called if the node's connection breaks meanwhile, which cancels this call.
         """
         held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._held[node] = held
+        self.held[node] = held
         try:
             await asyncio.wait({held}, timeout=self.hold_s)
         except asyncio.CancelledError:
-            if self._held.get(node) is held:
+            if self.held.get(node) is held:
                 lost()
             raise
         finally:
-            if self._held.get(node) is held:
-                del self._held[node]
+            if self.held.get(node) is held:
+                del self.held[node]
 
     def answer(self, node: str) -> None:
         """Answer the node's held announcement now, if there is one."""
-        held = self._held.pop(node, None)
+        held = self.held.pop(node, None)
         if held is not None and not held.done():
             held.set_result(None)
 

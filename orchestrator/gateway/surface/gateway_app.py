@@ -116,7 +116,7 @@ class Gateway:
             tokens_discarded=self.ledger.discarded,
             handovers=self.ledger.handovers,
             changes=self.members.changes,
-            versions=self.members.versions,
+            versions=self.members.version_spreads.last,
             up_s=now_s - self._started_at_s,
             joining=self.members.joining_nodes.status({machine_of(member.node) for member in members}, now_s),
         )

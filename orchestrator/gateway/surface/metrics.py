@@ -92,7 +92,7 @@ class Metrics(Collector):
 
     def _newest_policy(self) -> Iterable[Metric]:
         """Yield the metrics of the newest policy that a member holds."""
-        spread = next((version for version in reversed(self._members.versions) if version.ready), None)
+        spread = next((version for version in reversed(self._members.version_spreads.last) if version.ready), None)
         if spread is None:
             return
         ready = GaugeMetricFamily(

@@ -109,16 +109,11 @@ class SessionLog:
         self._file: int | None = None
         self._size = self._compact_size = 0
         # Encoded records of each open session: those of a turn's tokens by turn, each other one by a number.
-        self._open: dict[str, dict[TurnId | int, list[bytes]]] = {}
+        self.records: dict[str, dict[TurnId | int, list[bytes]]] = {}
         self._pending: list[tuple[str, bytes]] = []  # session and record, not in the store yet
         self._objects: dict[str, set[str]] = {}  # the sessions in each object of the store
         self._number = 0
         self._is_failing = False
-
-    @property
-    def session_names(self) -> frozenset[str]:
-        """The sessions that have records."""
-        return frozenset(self._open)
 
     def load(self) -> list[Record]:
         """Return the records that earlier gateways made of open sessions, and continue with them."""
@@ -159,7 +154,7 @@ class SessionLog:
         """Upload new records of open sessions, and delete objects that are not needed any more."""
         if self._store is None:
             return
-        pending = [(session, record) for session, record in self._pending if session in self._open]
+        pending = [(session, record) for session, record in self._pending if session in self.records]
         self._pending = []
         unneeded = [key for key, sessions in self._objects.items() if not sessions]
         if not pending and not unneeded:
@@ -195,12 +190,12 @@ class SessionLog:
         """Add a record to those that are needed, and drop those that it makes obsolete."""
         name = record.session
         if isinstance(record, SessionOpened):
-            self._open.setdefault(name, {})
+            self.records.setdefault(name, {})
         elif isinstance(record, SessionClosed):
-            self._open.pop(name, None)
+            self.records.pop(name, None)
             for sessions in self._objects.values():
                 sessions.discard(name)
-        if (session := self._open.get(name)) is None:
+        if (session := self.records.get(name)) is None:
             return
         if isinstance(record, TurnPart) and record.start:
             session.setdefault(record.turn, []).append(data)
@@ -210,7 +205,7 @@ class SessionLog:
             session[len(session)] = [data]
 
     def _needed(self) -> Iterator[bytes]:
-        for session in self._open.values():
+        for session in self.records.values():
             for records in session.values():
                 yield from records
 

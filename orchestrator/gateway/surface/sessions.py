@@ -162,6 +162,7 @@ class Sessions:
         ttl_s: how long an unused session stays.
         policy_held_s: how long after its last request members hold a session's policy.
         part_s: between two records of unfinished turns.
+        turn_tasks: the tasks of the unfinished turns, each with its session's name.
     """
 
     def __init__(
@@ -176,15 +177,10 @@ class Sessions:
         self._translator, self._log = translator, session_log
         self.ttl_s, self.policy_held_s, self.part_s = SESSION_TTL_S, POLICY_HELD_S, PART_S
         self._sessions: dict[str, _Session] = {}
-        self._turn_tasks: dict[asyncio.Task[None], tuple[str, _Turn]] = {}  # with the session's name
+        self.turn_tasks: dict[asyncio.Task[None], tuple[str, _Turn]] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
-
-    @property
-    def turn_tasks(self) -> frozenset[asyncio.Task[None]]:
-        """The tasks of the unfinished turns."""
-        return frozenset(self._turn_tasks)
 
     def load(self, timeline: int) -> None:
         """Restore the sessions that earlier gateways recorded on `timeline`.
@@ -398,7 +394,7 @@ class Sessions:
             self._completer.restore(job, *part)
         turn = _Turn(turn_id, job, asyncio.get_running_loop().create_future())
         task = asyncio.ensure_future(self._make(session.name, turn))
-        self._turn_tasks[task] = session.name, turn
+        self.turn_tasks[task] = session.name, turn
         task.add_done_callback(self._forget_task)
         turn.finished.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
         return turn
@@ -439,7 +435,7 @@ class Sessions:
         turn.finished.set_result(finished)
 
     def _forget_task(self, task: asyncio.Task[None]) -> None:
-        name, _ = self._turn_tasks.pop(task)
+        name, _ = self.turn_tasks.pop(task)
         if name not in self._sessions:  # the turn may have got its place while its session ended
             self._members.table.end_session(name)
 
@@ -497,7 +493,7 @@ class Sessions:
 
     def record_parts(self) -> None:
         """Record the new tokens of the unfinished turns."""
-        for name, turn in self._turn_tasks.values():
+        for name, turn in self.turn_tasks.values():
             job = turn.job
             start = turn.recorded if job.token_ids is turn.recorded_ids else 0
             if turn.finished.done() or len(job.token_ids) == start:

@@ -98,7 +98,7 @@ async def test_early_trainer_takes_over_running_requests(world: World) -> None:
     assert heard.end is not None
     assert (len(heard.completions), heard.end.reused) == (24, kept)
     assert len(node.asked) == 32
-    await world.until(lambda: world.members.demand.open_requests == {})
+    await world.until(lambda: world.members.demand.open_policies == {})
 
 
 async def test_tokens_of_a_failed_batch_are_reported_lost_by_the_next(world: World) -> None:
@@ -167,7 +167,7 @@ async def test_superseded_requests_free_nodes_and_are_lost_once(newer: PolicyRef
     discarded = [end.discarded for end in told if end is not None]
     assert discarded[1] >= abandoned.tokens
     assert (discarded[0], discarded[2]) == (0, 0)
-    await world.until(lambda: world.members.demand.open_requests == {})
+    await world.until(lambda: world.members.demand.open_policies == {})
 
 
 async def test_orphaned_requests_end_after_a_while(world: World) -> None:
@@ -176,7 +176,7 @@ async def test_orphaned_requests_end_after_a_while(world: World) -> None:
     lines = world.lines(make_batch("0-0"))
     await until_progress(lines)
     await leave(lines)
-    await world.until(lambda: node.row.running == 0 and world.members.demand.open_requests == {})
+    await world.until(lambda: node.row.running == 0 and world.members.demand.open_policies == {})
 
 
 async def left_alone(world: World, batch: Batch) -> Node:
@@ -214,7 +214,7 @@ async def test_member_whose_announcement_breaks_is_out_at_once(world: World) -> 
     body = msgspec.json.encode(Announce("boot", "127.0.0.1:9", "0-0"))
     await world.http.post("/members/a", content=body)  # what is news to a node is answered immediately
     announcing = asyncio.ensure_future(world.http.post("/members/a", content=body))
-    await world.until(lambda: "a" in world.members.announcements.nodes)
+    await world.until(lambda: "a" in world.members.announcements.held)
     announcing.cancel()
     await world.until(lambda: world.members.table.member("a") is None)
     assert "lost its announcing connection" in world.members.changes[-1].reason

@@ -36,11 +36,11 @@ def check_empty(world: World) -> None:
     gateway = world.gateway
     assert len(gateway.sessions) == 0
     assert not gateway.sessions.turn_tasks
-    assert world.members.demand.open_requests == {}
+    assert world.members.demand.open_policies == {}
     assert world.members.table.session_nodes == {}
     assert world.members.places.waiting.count == 0
     assert all(row.running == 0 for row in world.members.table.members)
-    assert world.session_log.session_names == set()
+    assert world.session_log.records == {}
 
 
 async def test_late_request_of_an_earlier_opening_gets_no_turn(world: World) -> None:
@@ -245,10 +245,10 @@ async def test_session_of_earlier_gateway_holds_no_policy_until_used(tmp_path: P
     async with World(folder=tmp_path) as world:
         await world.node("a")
         assert len(world.gateway.sessions) == 1
-        assert world.members.demand.open_requests == {}
+        assert world.members.demand.open_policies == {}
         agent.world = world
         await agent.turn()
-        assert world.members.demand.open_requests["0-0"] == 1
+        assert world.members.demand.open_policies["0-0"].requests == 1
         await world.http.delete(f"{SESSIONS}/{agent.name}")
         check_empty(world)
 

@@ -98,4 +98,4 @@ async def test_failure_of_abandoned_request_is_not_logged_as_fault() -> None:
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
     gc.collect()
     assert said == []
-    assert members.demand.open_requests == {}
+    assert members.demand.open_policies == {}
