@@ -19,14 +19,12 @@ Limit: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 # With these vLLM answers in formats that are not supported here, or from more than one completion.
 _UNSUPPORTED = (
     "audio",
-    "best_of",
     "continue_final_message",
     "echo",
     "function_call",
     "functions",
     "prompt_embeds",
     "prompt_logprobs",
-    "suffix",
     "top_logprobs",
     "use_beam_search",
 )
@@ -150,10 +148,7 @@ def _vllm_parameters(body: bytes | bytearray, parameters: _Parameters) -> dict[s
         raise ApiError(404, message, "model", "model_not_found")
     document = admission.decode(body, _json_object, "JSON object")
     for name in _UNSUPPORTED:
-        if document.get(name) not in (None, False, "", [], {}, "none") and (name, document[name]) != (
-            "best_of",
-            1,
-        ):
+        if document.get(name) not in (None, False, "", [], {}, "none"):
             raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
         document.pop(name, None)
     for name in _GATEWAY_PARAMETERS:
