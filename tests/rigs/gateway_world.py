@@ -42,7 +42,6 @@ class Node(FakeVllm):
     def __init__(self, world: World, name: str, policy: str | None, attributes: dict[str, Any]) -> None:
         super().__init__(name, TOKEN)
         self.world = world
-        self.loads = False  # turns to the policy that it is told to hold
         self.change(**{"boot_id": f"boot-of-{name}", "policy": policy, **attributes})
 
     async def start(self, port: int = 0) -> None:
@@ -75,8 +74,6 @@ class Node(FakeVllm):
         reply = await self.world.members.announce(name, announcement)
         if reply.drain:
             self.world.members.leave(name, self.boot_id)
-        if self.loads and reply.policy is not None and reply.policy.label != self.policy:
-            self.change(policy=reply.policy.label)
         return reply
 
 

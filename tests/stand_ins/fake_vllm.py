@@ -128,8 +128,7 @@ def render(body: dict[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {"stop_token_ids": body.get("stop_token_ids") or []}
     if limit != 16:  # what is vLLM's default it leaves out
         params["max_tokens"] = limit
-    reasons: Any = {"chat_template_kwargs": {}} if body.get("reasoning_effort") else None
-    return {"token_ids": prompt, "sampling_params": params, "features": None, "reasoning_parser_kwargs": reasons}
+    return {"token_ids": prompt, "sampling_params": params, "features": None}
 
 
 def derender(body: dict[str, Any]) -> dict[str, Any]:
@@ -246,8 +245,8 @@ class FakeVllm:
             reply = await gateway(self.name, announce)
             if reply.drain:
                 return
-            if self.loads and reply.policy is not None:
-                self.policy = reply.policy.label
+            if self.loads and reply.policy is not None and reply.policy.label != self.policy:
+                self.change(policy=reply.policy.label)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -9,10 +9,8 @@ import pytest
 from grpo_orch.policies.serving.gateway_status import MembershipChange
 from grpo_orch.policies.serving.membership import (
     EASE_IN_REQUESTS,
-    REPLAY_TOKENS_MAX,
     Change,
     Load,
-    Member,
     Membership,
 )
 from grpo_orch.policies.serving.wire import SILENT_S, Announce, EngineStats
@@ -35,12 +33,6 @@ def table() -> Membership:
 def reason(change: Change | None) -> str:
     assert change is not None
     return change.reason
-
-
-def choose(
-    table: Membership, policy: str = "0-1", load: Load = ONE, avoid: frozenset[str] = frozenset()
-) -> Member | None:
-    return table.choose(policy, load, avoid)
 
 
 def test_journalled_change_names_the_members_concerned(table: Membership) -> None:
@@ -145,7 +137,7 @@ def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
     stuck, well = table.members
 
     def chosen() -> str | None:
-        row = choose(table)
+        row = table.choose("0-1", ONE)
         return None if row is None else row.node
 
     def a_hangs() -> None:
@@ -163,21 +155,3 @@ def test_stuck_member_is_used_last_until_a_token_or_policy() -> None:
     a_hangs()
     table.announce("a", say("boot-a", "0-2"), 0.2)
     assert not stuck.is_stuck
-
-
-def test_replayed_tokens_are_computed_a_few_at_a_time() -> None:
-    table = Membership()
-    eased_in(table, "a")
-    term, moved = table.members[0].term, Load("p", 10, REPLAY_TOKENS_MAX // 2)
-    huge = Load("p", 10, 10 * REPLAY_TOKENS_MAX)
-    assert choose(table, load=huge) is not None  # alone it may be as long as it is
-    for _ in range(2):
-        assert choose(table, load=moved) is not None
-        table.request_started("a", moved)
-    assert choose(table, load=moved) is None
-    assert choose(table) is not None
-    table.first_token("a", term, moved)
-    assert choose(table, load=moved) is not None
-    table.request_finished("a", term, moved, got_token=True)
-    table.request_finished("a", term, moved, got_token=False)
-    assert table.members[0].replaying == 0

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from grpo_orch.orchestrator.gateway.job import Finished, Job
@@ -18,7 +17,7 @@ from grpo_orch.policies.serving.wire import (
     LOST_CODE,
     SESSIONS,
 )
-from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent
+from tests.orchestrator.gateway.surface.test_sessions import OPEN, USER, Agent, half_made
 from tests.rigs.gateway_world import World
 from tests.stand_ins import fake_vllm
 from tests.stand_ins.fake_vllm import FOREVER
@@ -103,10 +102,7 @@ async def test_session_of_no_policy_version_is_refused(world: World, version: st
 
 
 async def test_repeated_last_turn_is_within_the_limit(world: World) -> None:
-    node = await world.node("a", stalls=3)
-    agent = await Agent(world, sampling={}, turns_max=1).open()
-    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-    await world.until(lambda: node.stalled)
+    node, agent, asking = await half_made(world, turns_max=1)
     asking.cancel()
     await world.until(lambda: not world.gateway.sessions.open_requests(agent.name))
     node.change(stalls=FOREVER)
@@ -172,10 +168,7 @@ async def test_session_closed_during_render_leaves_nothing(world: World) -> None
 
 
 async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> None:
-    node = await world.node("a", stalls=3)
-    agent = await Agent(world, sampling={}).open()
-    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-    await world.until(lambda: node.stalled)
+    node, _, asking = await half_made(world)
     again = await Agent(world, sampling={}).open()
     node.change(stalls=FOREVER)
     assert (await asking).status_code == 404
@@ -188,10 +181,7 @@ async def test_answer_requested_before_the_opening_is_no_turn(world: World) -> N
 
 async def test_waiting_request_of_an_earlier_opening_holds_no_turn(world: World) -> None:
     """Its trainer's machine is gone, and the connection has not noticed."""
-    node = await world.node("a", stalls=3)
-    earlier = await Agent(world, sampling={}).open()
-    waiting = asyncio.ensure_future(earlier.ask(max_tokens=20))
-    await world.until(lambda: node.stalled)
+    node, _, waiting = await half_made(world)
     agent = await Agent(world, sampling={}).open()
     asking = asyncio.ensure_future(agent.ask(max_tokens=20))
     await world.until(lambda: node.translated == 2)
@@ -208,10 +198,7 @@ async def test_waiting_request_of_an_earlier_opening_holds_no_turn(world: World)
 
 async def test_session_whose_turn_waits_does_not_expire(world: World) -> None:
     expiring = asyncio.ensure_future(world.gateway.sessions.run())
-    node = await world.node("a", stalls=3)
-    agent = await Agent(world, sampling={}).open()
-    asking = asyncio.ensure_future(agent.ask(max_tokens=20))
-    await world.until(lambda: node.stalled)
+    node, _, asking = await half_made(world)
     world.gateway.sessions.ttl_s = 0.2
     world.gateway.sessions.policy_held_s = 0.1
     await asyncio.sleep(0.5)
@@ -270,6 +257,7 @@ async def test_tool_calls_of_odd_shapes_are_accepted(
     [
         ({"messages": [{"role": "user", "content": 2**70}]}, "messages"),
         ({"messages": [USER], "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+        ({"messages": [USER], "n": 2}, "n"),
     ],
 )
 async def test_request_that_cannot_be_recorded_is_refused(world: World, body: dict[str, Any], said: str) -> None:
@@ -390,18 +378,6 @@ async def test_part_of_a_turn_that_started_over_is_whole(world: World, monkeypat
     assert [(one.start, len(one.token_ids)) for one in records] == [(0, 5), (0, 6)]
     assert node.stalled
     asking.cancel()
-
-
-@pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"stream": True}])
-async def test_logprobs_of_a_chat_are_of_its_tokens_alone(world: World, more: dict[str, Any]) -> None:
-    await world.node("a")
-    body = {"messages": [USER], "logprobs": True, "max_tokens": 5, **more}
-    answer = await world.http.post(CHAT, json=body)
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line and "[DONE]" not in line]
-    choices = [choice for line in lines for choice in msgspec.json.decode(line)["choices"]]
-    content = [one for choice in choices for one in (choice["logprobs"] or {}).get("content", ())]
-    assert len(content) == 5
-    assert all(one["top_logprobs"] == [] for one in content)
 
 
 async def test_node_that_fails_to_render_is_chosen_last(world: World) -> None:
