@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_orch.checkpoint.store.backends.aws import endpoint_and_region
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.clouds import CloudMissing
 from grpo_orch.orchestrator.clouds.protocol import Offer
@@ -161,26 +161,18 @@ def _lowest_of(prices: Iterable[ListPrice]) -> Prices:
 # The store's provider and region, from its URL and options.
 
 _STORE_CLOUDS = {"gs": "gcp", "az": "azure", "file": "local", "memory": "local", "sim": "aws"}
-_ENDPOINT = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
-_REGION = ("region", "default_region", "aws_region", "aws_default_region")
 _AWS_HOST = re.compile(r"s3[.-]([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com")
 
 
 def store_place(store: Store) -> Location:
-    """Return the store's cloud and region; empty strings if unknown."""
+    """Return the store's cloud and region; empty strings if unknown. Raises StoreError."""
     scheme = store.url.partition("://")[0]
     if scheme != "s3":
         return Location(_STORE_CLOUDS.get(scheme, ""))
-    options = {str(key).lower(): str(value) for key, value in store.options.items()}
-    environment = {key.lower(): value for key, value in os.environ.items() if key.startswith("AWS_")}
-    endpoint, region = _first_named(_ENDPOINT, options, environment), _first_named(_REGION, options, environment)
+    endpoint, region = endpoint_and_region(store.options)
     if "r2.cloudflarestorage.com" in endpoint:
         return Location("r2")
     if endpoint and "amazonaws.com" not in endpoint:
         return Location("")
     found = _AWS_HOST.search(endpoint)
     return Location("aws", found[1] if found else region)
-
-
-def _first_named(names: tuple[str, ...], *maps: Mapping[str, str]) -> str:
-    return next((values[name] for values in maps for name in names if values.get(name)), "")

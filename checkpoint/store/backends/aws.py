@@ -22,6 +22,7 @@ Provider = Callable[[], dict[str, Any]]
 _ENDPOINT = ("endpoint", "endpoint_url", "endpoint_url_s3")
 _ENDPOINT_ENV = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _REGION = ("region", "default_region")
+_REGION_ENV = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _CREDENTIALS = ("access_key_id", "skip_signature", "web_identity_token_file")
 _CREDENTIALS_ENV = (
     "AWS_ACCESS_KEY_ID",
@@ -58,7 +59,7 @@ def aws_settings(options: Options) -> tuple[dict[str, Any], Provider | None]:
     name = config.pop("profile", None)
     provider = None
     if profile := _profile(name):
-        if not _first_set(config, _REGION, ("AWS_REGION", "AWS_DEFAULT_REGION")) and "region" in profile:
+        if not _first_set(config, _REGION, _REGION_ENV) and "region" in profile:
             config["region"] = profile["region"]
         if not _first_set(config, _ENDPOINT, _ENDPOINT_ENV) and "endpoint_url" in profile:
             config["endpoint"] = profile["endpoint_url"]
@@ -71,6 +72,13 @@ def aws_settings(options: Options) -> tuple[dict[str, Any], Provider | None]:
     if str(_first_set(config, _ENDPOINT, _ENDPOINT_ENV) or "").startswith("http://"):
         config.setdefault("allow_http", "true")
     return config, provider
+
+
+def endpoint_and_region(options: Options) -> tuple[str, str]:
+    """Return the store's endpoint and region; empty if not set. Raises as `aws_settings`."""
+    settings, _ = aws_settings(options)
+    endpoint = _first_set(settings, _ENDPOINT, _ENDPOINT_ENV)
+    return str(endpoint or ""), str(_first_set(settings, _REGION, _REGION_ENV) or "")
 
 
 def _first_set(config: Mapping[str, Any], keys: tuple[str, ...], variables: tuple[str, ...]) -> Any:
@@ -222,11 +230,10 @@ def _client(options: Options) -> Any:
 
     settings, provider = aws_settings(options)
     settings |= provider() if provider else {}
-    region = settings.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    endpoint = settings.get("endpoint") or settings.get("endpoint_url") or os.environ.get("AWS_ENDPOINT")
+    endpoint, region = endpoint_and_region(options)
     arguments = {
         "region_name": region or "us-east-1",
-        "endpoint_url": endpoint,
+        "endpoint_url": endpoint or None,
         "aws_access_key_id": settings.get("access_key_id"),
         "aws_secret_access_key": settings.get("secret_access_key"),
         "aws_session_token": settings.get("token"),
