@@ -143,34 +143,30 @@ def check_visible_gpus(run: EffectiveRun, findings: Findings) -> None:
 def check_local_gpus(spec: RunSpec, gpus_here: Callable[[], int], findings: Findings) -> None:
     """Report a failing driver if the run requests GPUs, and nodes that exceed this machine's GPUs.
 
+    With 0 available, nodes run on CPUs.
+
     Args:
         gpus_here: counts this machine's GPUs; may raise DriverFailed.
     """
+    slots = list(wanted_slots(spec))
     try:
         available = gpus_here()
     except DriverFailed as error:
-        roles = [role for role, _, _ in wanted_slots(spec) if requests_gpus(role, spec)]
+        roles = [role for role, _, _ in slots if requests_gpus(role, spec)]
         if roles:
             message = f"{error}; expected a working driver, or {roles[0]}.resources without accelerators"
             findings.add((roles[0].value, "resources", "accelerators"), message)
-        elif any(gpus_of(role, spec) for role, _, _ in wanted_slots(spec)):
+        elif any(gpus_of(role, spec) for role, _, _ in slots):
             findings.notice(("cloud",), f"{error}; the run uses no GPUs of this machine")
-    else:
-        check_gpu_count(spec, available, findings)
-
-
-def check_gpu_count(spec: RunSpec, available: int, findings: Findings) -> None:
-    """Report a local run that needs more GPUs than this machine has. With 0 available, nodes run on CPUs."""
-    needs = [(role, gpus_of(role, spec)) for role, _, needed in wanted_slots(spec) if needed]
-    total = sum(count for _, count in needs)
-    if not 0 < available < total:
         return
-    nodes = [count for role, count in needs if role is Role.ROLLOUT]
-    fleet = f" and {nodes[0]} for {'each' if len(nodes) > 1 else 'the'} rollout node" if nodes else ""
-    message = (
-        f"this machine has {_gpus(available)}, but the run needs {total}: {needs[0][1]} for the trainer{fleet}"
-    )
-    findings.add(("rollout", "replicas"), f"{message}; lower replicas or `resources.accelerators`")
+    needs = [(role, gpus_of(role, spec)) for role, _, needed in slots if needed]
+    total = sum(count for _, count in needs)
+    if 0 < available < total:
+        nodes = [count for role, count in needs if role is Role.ROLLOUT]
+        fleet = f" and {nodes[0]} for {'each' if len(nodes) > 1 else 'the'} rollout node" if nodes else ""
+        needed_gpus = f"{total}: {needs[0][1]} for the trainer{fleet}"
+        message = f"this machine has {_gpus(available)}, but the run needs {needed_gpus}"
+        findings.add(("rollout", "replicas"), f"{message}; lower replicas or `resources.accelerators`")
 
 
 def note_idle_gpus(spec: RunSpec, findings: Findings) -> None:
