@@ -233,19 +233,11 @@ def examine_store(storage: Storage) -> Iterator[Finding]:
 
 
 def _probe(store: Store) -> Finding:
-    """Check that the store works; for a missing folder, that it can be created. Raises StoreError."""
+    """Check that the store works. A missing folder is not created: it may be misspelt. Raises StoreError."""
     if store.folder is not None and not os.path.lexists(store.folder):
-        return _missing_folder(store.url, store.folder)
+        return Finding("store", True, True, f"{store.url} does not exist yet; `up` creates and tests it")
     probe(store)
     return Finding("store", True, True, f"{store.url} can be read, written, listed and deleted from")
-
-
-def _missing_folder(url: str, folder: Path) -> Finding:
-    parent = next(above for above in folder.parents if os.path.exists(above))  # False also without permission
-    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
-        return Finding("store", True, True, f"{url} does not exist yet; `up` creates it in {parent} and tests it")
-    remedy = f"{url} does not exist and {parent} is not writable; name a writable folder"
-    return Finding("store", False, True, remedy)
 
 
 def temporary_credentials(store: Store) -> Iterator[Finding]:

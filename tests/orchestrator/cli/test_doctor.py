@@ -215,16 +215,8 @@ def test_missing_folder_is_reported_and_not_created(run_yaml: Path, grpo_orch: C
     found = next(one for one in json.loads(told.out)["findings"] if one["check"] == "store")
     url = (run_yaml.parent / "run").as_uri()
     assert (told.code, found["ok"]) == (0, True)
-    assert found["details"] == f"{url} does not exist yet; `up` creates it in {run_yaml.parent} and tests it"
+    assert found["details"] == f"{url} does not exist yet; `up` creates and tests it"
     assert sorted(path.name for path in run_yaml.parent.iterdir()) == there
-
-
-def test_a_folder_that_cannot_be_made_is_missing(run_yaml: Path, grpo_orch: Cli) -> None:
-    run_yaml.write_text(run_yaml.read_text().replace("storage: ./run", f"storage: ./{run_yaml.name}/typo/run"))
-    told = grpo_orch("doctor", str(run_yaml), "-o", "json")
-    found = next(one for one in json.loads(told.out)["findings"] if one["check"] == "store")
-    assert (told.code, found["ok"]) == (1, False)
-    assert f"does not exist and {run_yaml} is not writable; name a writable folder" in found["details"]
 
 
 def test_remedies_are_printed_in_full(
