@@ -15,7 +15,7 @@ from tests.generators import model_configs as known
 
 
 @pytest.mark.parametrize("config", [known.QWEN_2_5_32B, known.LLAMA_3_2_1B, known.QWEN_3_30B_A3B])
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 8])  # more than heads: one head on each
 def test_kv_block_size_is_vllms(config: dict[str, Any], gpus: int) -> None:
     shape = shape_of(config)
     block: dict[str, Any] = {"block_size": BLOCK_TOKENS, "dtype": torch.bfloat16}

@@ -100,12 +100,6 @@ def test_disk_sizes_are_read_as_skypilot_reads_them(size: object) -> None:
     assert gb_of(size) == found
 
 
-@pytest.mark.parametrize(("size", "gb"), [("'512'", 512), ("1TB", 1024), ("512Gi", 512), ("524288MB", 512)])
-def test_disk_in_other_units_is_compared_in_gb(size: str, gb: int, tmp_path: Path) -> None:
-    found = loaded(tmp_path, f"{{infra: aws/us-east-1, disk_size: {size}}}", H100, OF_70B)
-    assert told(found)[0].startswith(f"trainer.resources.disk_size: disk_size is {gb} GB, but about 3490 GB")
-
-
 @pytest.mark.parametrize("size", ["100+", "'100 GB'", "100g", "512MB", "0"])
 def test_a_disk_that_skypilot_would_refuse_is_refused_here(size: str, tmp_path: Path) -> None:
     machines = f"{{any_of: [{{infra: aws/us-east-1, disk_size: {size}}}]}}"

@@ -23,19 +23,6 @@ def of(vllm: dict[str, Any], **trainer: Any) -> Engine:
     return engine_of(spec, SEVEN, known.QWEN_2_5_7B)
 
 
-@pytest.mark.parametrize(
-    ("config", "gpus", "token_bytes"),
-    [
-        (known.QWEN_2_5_7B, 1, 28 * 2 * 4 * 128 * 2),
-        (known.QWEN_2_5_32B, 1, 256 * 1024),
-        (known.QWEN_2_5_32B, 4, 64 * 1024),
-        (known.QWEN_2_5_7B, 8, 28 * 2 * 1 * 128 * 2),  # four heads on eight GPUs: one on each
-    ],
-)
-def test_a_tokens_cache(config: dict[str, Any], gpus: int, token_bytes: int) -> None:
-    assert engine_memory(shape_of(config), Engine(gpus=gpus), 80 * GIB).token_bytes == token_bytes
-
-
 def test_remaining_memory_is_the_caches() -> None:
     engine = Engine(utilization=0.85, max_tokens=4096)
     got = engine_memory(LARGE, engine, 141 * GIB)
