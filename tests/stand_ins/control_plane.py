@@ -29,7 +29,6 @@ from grpo_orch.checkpoint.stream.catalog import Catalog, Checkpoint
 from grpo_orch.orchestrator import clouds
 from grpo_orch.orchestrator.clouds.local import LocalCloud, machine_record, marked_processes
 from grpo_orch.orchestrator.clouds.protocol import CloudRefused, CloudUnavailable
-from grpo_orch.orchestrator.clouds.sky import cloud as sky_cloud
 from grpo_orch.orchestrator.clouds.sky import watch
 from grpo_orch.orchestrator.clouds.sky.cloud import SkyCloud
 from grpo_orch.orchestrator.clouds.sky.records import Cluster, ClusterState, Instance, SkyOffer
@@ -341,7 +340,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value_s in (
         (watch, "SCAN_EVERY_S", 0.01),
         (watch, "READ_EVERY_S", 0.01),
-        (sky_cloud, "REGION_WAIT_S", 0.05),
         (daemon, "TROUBLE_WAIT_S", 0.01),
     ):
         monkeypatch.setattr(module, name, value_s)

@@ -54,7 +54,6 @@ log = structlog.get_logger()
 
 IDLE_EVERY_S = 30.0  # listing a machine's jobs costs the machine seconds of a core
 SILENCE_GAP_S = 20.0  # no `confirm` for this long: the machine reported in between
-REGION_WAIT_S = 5.0
 
 
 class SkyCloud:
@@ -68,7 +67,7 @@ class SkyCloud:
         self._clusters = Clusters()
         self._silences: dict[str, tuple[float, float]] = {}  # by node: start, last `confirm`
         self._unrecorded = UnrecordedClusters(sky, self._prefix, places(self._spec.trainer.resources))
-        self._failed = FailedLaunches(sky, self._unrecorded, self._clusters)
+        self._unbought: set[str] = set()  # cancelled launches that created no machine
         self._suspicions = Suspicions(self._unrecorded, self._clusters)
         self._watch = Watch(sky, self._unrecorded, self._clusters, store, self._prefix)
         self._wheel: Path | None = None
@@ -102,14 +101,14 @@ class SkyCloud:
                 else:
                     self._clusters.record(self._sky.launch(name, work, LAUNCH_TIMEOUT_S))
             except Exception as error:
-                classified = self._failed.classify(name, error)
+                classified = self._classified(name, error)
                 if entry is None and not (isinstance(classified, CloudRefused) and classified.machine_exists):
                     self._clusters.forget(name)  # the next scan finds what remains of it
                 if classified is error:
                     raise
                 raise classified from error
             finally:
-                self._failed.launch_ended(name)
+                self._unbought.discard(name)
             self._clusters.mark_submitted(name, order.attempt)
 
     def terminate(self, node: str) -> None:
@@ -117,8 +116,9 @@ class SkyCloud:
         name = self._prefix + node
         is_launching = name in self._clusters.launching()
         with self._clusters.call(name):
-            if is_launching:
-                self._failed.cancel(name)
+            # The launch is about to be cancelled, and SkyPilot does not report how far it got.
+            if is_launching and self._sky.is_bought(name) is False:
+                self._unbought.add(name)
             self._unrecorded.down(name, CALL_TIMEOUT_S)
             self._watch.forget(node)
             self._clusters.forget(name)
@@ -223,9 +223,6 @@ class SkyCloud:
             return region
         if (region := self._present_region()) or order.role is Role.TRAINER:
             return region
-        self._clusters.wait_for_change(REGION_WAIT_S)
-        if region := self._present_region():
-            return region
         raise CloudUnavailable(
             f"{order.node} waits until the trainer's machine is up, to launch in the same region"
         )
@@ -233,6 +230,21 @@ class SkyCloud:
     def _present_region(self) -> str | None:
         up = (entry for entry in self._clusters.entries().values() if entry.is_up)
         return next((region_of(entry.cluster.infra) for entry in up if entry.cluster.infra), None)
+
+    def _classified(self, name: str, error: Exception) -> Exception:
+        """Return the error to raise for a failed launch, depending on what the cloud has of it."""
+        if isinstance(error, CloudUnavailable) and name in self._unbought:
+            return CloudRefused(Refusal.UNKNOWN, "the launch was cancelled before the cloud created a machine")
+        if not isinstance(error, CloudRefused):
+            return error
+        try:
+            cluster = self._unrecorded.confirm(name, CALL_TIMEOUT_S)
+        except CloudUnavailable as unknown:
+            return CloudUnavailable(f"{error}; cannot determine whether a machine was created: {unknown}")
+        if cluster is None:
+            return error
+        self._clusters.record(cluster)
+        return CloudRefused(error.refusal, str(error), machine_exists=True)
 
     def _check_unreported_end(self, name: str, node: str) -> None:
         """Mark the work as failed if it ended without a report, as when its set-up failed."""
@@ -279,43 +291,3 @@ def _machine(node: str, entry: KnownCluster, report: MachineReport | None) -> Ma
         pool=None if entry.cluster.price_usd_per_h is None else pool_of(entry.cluster),
         rebalance_recommended=bool(report and report.rebalance_recommended),
     )
-
-
-# Failed launches: a machine that was created nevertheless is paid for.
-
-
-class FailedLaunches:
-    """Finds out whether a failed launch left a machine. Used by the threads that launch and take down clusters."""
-
-    def __init__(self, sky: SkyPilot, unrecorded: UnrecordedClusters, clusters: Clusters) -> None:
-        self._sky, self._unrecorded, self._clusters = sky, unrecorded, clusters
-        self._unbought: set[str] = set()  # cancelled launches that created no machine
-
-    def cancel(self, name: str) -> None:
-        """Note that a launch is about to be cancelled; SkyPilot does not report how far it got."""
-        if self._sky.is_bought(name) is False:
-            self._unbought.add(name)
-
-    def launch_ended(self, name: str) -> None:
-        """Note that a launch has succeeded or failed."""
-        self._unbought.discard(name)
-
-    def classify(self, name: str, error: Exception) -> Exception:
-        """Return the error to raise for a failed launch, depending on what the cloud has of it."""
-        match error:
-            case CloudUnavailable() if name in self._unbought:
-                return CloudRefused(Refusal.UNKNOWN, "the launch was cancelled before the cloud created a machine")
-            case CloudRefused():
-                return self._refused(name, error)
-            case _:
-                return error
-
-    def _refused(self, name: str, error: CloudRefused) -> CloudRefused | CloudUnavailable:
-        try:
-            cluster = self._unrecorded.confirm(name, CALL_TIMEOUT_S)
-        except CloudUnavailable as unknown:
-            return CloudUnavailable(f"{error}; cannot determine whether a machine was created: {unknown}")
-        if cluster is None:
-            return error
-        self._clusters.record(cluster)
-        return CloudRefused(error.refusal, str(error), machine_exists=True)

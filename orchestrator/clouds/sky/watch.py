@@ -54,7 +54,7 @@ class Clusters:
 
     def __init__(self) -> None:
         self._entries: dict[str, KnownCluster] = {}
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._calls = 0
         self._busy: Counter[str] = Counter()  # calls in progress
         self._touched: dict[str, int] = {}  # the number of the last call about each cluster
@@ -80,7 +80,6 @@ class Clusters:
             with self._lock:
                 self._busy[name] -= 1
                 self._touch(name)
-                self._lock.notify_all()
 
     def begin_scan(self) -> int:
         """Begin a scan of all clusters. Returns the `began` of `end_scan`."""
@@ -94,7 +93,6 @@ class Clusters:
             for name in found.keys() | self._entries.keys():
                 if not self._busy[name] and self._touched.get(name, 0) <= began:
                     self._update(name, found.get(name))
-            self._lock.notify_all()
 
     def record(self, cluster: Cluster) -> None:
         """Record the result of a call about one cluster."""
@@ -127,11 +125,6 @@ class Clusters:
         with self._lock:
             self._entries.pop(name, None)
             self._touch(name)
-
-    def wait_for_change(self, timeout_s: float) -> None:
-        """Return when the clusters may have changed, or after `timeout_s`."""
-        with self._lock:
-            self._lock.wait(timeout_s)
 
     def _touch(self, name: str) -> None:
         self._calls += 1
@@ -321,16 +314,14 @@ class Watch:
         self._reading = threading.Lock()
         self._scanned_at_s: float | None = None
         self._scan_error = "the first scan of SkyPilot's records has not finished"
-        self._starting = threading.Lock()
         self._started = False
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start the threads, once."""
-        with self._starting:
-            if self._started:
-                return
-            self._started = True
+        """Start the threads, once. Not thread-safe."""
+        if self._started:
+            return
+        self._started = True
         threading.Thread(target=self._scan_loop, name="watch-clusters", daemon=True).start()
         threading.Thread(target=self._read_loop, name="read-reports", daemon=True).start()
 
