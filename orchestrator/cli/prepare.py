@@ -164,7 +164,7 @@ def validate(
 
 def count_gpus() -> int:
     """Return the number of GPUs on this machine for a run's nodes. Raises CloudUnavailable, DriverFailed."""
-    return len(gpus_here().names)
+    return len(gpus_here())
 
 
 def print_notices(loaded: Loaded, terminal: Console = console) -> None:

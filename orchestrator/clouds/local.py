@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -300,23 +299,15 @@ COUNT = (TOOL, "--query-gpu=index", "--format=csv,noheader")
 COUNT_S = 60.0  # the first call wakes the driver
 
 
-@dataclass(frozen=True, slots=True)
-class Gpus:
-    """Names of GPUs, and the environment in which a process resolves them to the same devices."""
-
-    names: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
+def gpus_here(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the GPUs that child processes may use; empty if the driver's tool is missing or finds none.
 
     Raises DriverFailed, and CloudUnavailable when the tool does not answer.
     """
     if VISIBLE in environment:
-        return Gpus(visible_names(environment[VISIBLE]), {})
+        return visible_names(environment[VISIBLE])
     if shutil.which(TOOL) is None:
-        return Gpus((), {})
+        return ()
     try:
         done = subprocess.run(COUNT, capture_output=True, timeout=COUNT_S, check=False)
     except OSError as error:  # not an executable of this platform
@@ -326,9 +317,7 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> Gpus:
     if done.returncode != 0:
         raise driver_failed(done.returncode, (done.stderr + b" " + done.stdout).decode(errors="replace"))
     lines = done.stdout.decode(errors="replace").split("\n")
-    names = (line.strip() for line in lines if line.strip().isdecimal())  # skip other output
-    # The tool numbers GPUs by bus id; CUDA's default order puts the fastest first.
-    return Gpus(tuple(names), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    return tuple(line.strip() for line in lines if line.strip().isdecimal())  # skip other output
 
 
 @contextlib.contextmanager
@@ -346,16 +335,18 @@ def share_for(folder: Path, spec: RunSpec) -> Iterator[dict[str, str]]:
     except DriverFailed as error:
         if requests_gpus(role, spec):
             raise CloudRefused(Refusal.UNKNOWN, str(error)) from error
-        available = Gpus((), {})
-    if not available.names or wanted == 0:
+        available = ()
+    if not available or wanted == 0:
         yield {}
         return
     runs = folder.parents[2]
     with (runs / "gpus.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        names = _assigned(folder) if _holds_gpus(folder) else _free_gpus(folder, spec, available.names, wanted)
+        names = _assigned(folder) if _holds_gpus(folder) else _free_gpus(folder, spec, available, wanted)
         (folder / GPUS).write_text(",".join(names))
-        yield {**available.environment, VISIBLE: ",".join(names)}
+        # The driver's tool numbers GPUs by bus id; CUDA's default order puts the fastest first.
+        order = {} if VISIBLE in os.environ else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        yield {**order, VISIBLE: ",".join(names)}
 
 
 def _free_gpus(folder: Path, spec: RunSpec, available: Sequence[str], wanted: int) -> list[str]:

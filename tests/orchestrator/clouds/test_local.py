@@ -419,8 +419,7 @@ def test_failing_driver_refuses_only_gpu_requests(here: Here) -> None:
     ],
 )
 def test_visible_devices_are_divided(visible: str, names: tuple[str, ...]) -> None:
-    found = gpus_here({VISIBLE: visible})
-    assert (found.names, found.environment) == (names, {})
+    assert gpus_here({VISIBLE: visible}) == names
 
 
 @pytest.mark.parametrize(
@@ -440,6 +439,6 @@ def test_driver_tool_listing_none_differs_from_a_failing_one(
     (tmp_path / "nvidia-smi").write_bytes(tool)
     (tmp_path / "nvidia-smi").chmod(mode)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for look in (lambda: gpus_here({}).names, lambda: visible_gpus({})):
+    for look in (lambda: gpus_here({}), lambda: visible_gpus({})):
         with pytest.raises(DriverFailed, match=fails) if fails else contextlib.nullcontext():
             assert look() in ((), 0, None)
