@@ -103,7 +103,8 @@ class MetricsWatch:
         # Before it trains, the trainer does not report its start step.
         reached = trainer.step if trainer.timeline == timeline and trainer.max_steps > 0 else None
         if reached is not None:
-            last_step = reached if self._is_same_attempt(trainer) else min(reached, self._stored_step)
+            is_same_attempt = self._attempt in (None, (trainer.node, trainer.attempt))
+            last_step = reached if is_same_attempt else min(reached, self._stored_step)
             if self._state.timeline == timeline and self._state.step > last_step:
                 self._start_over()
             self._attempt, self._stored_step = (trainer.node, trainer.attempt), trainer.stored_step or 0
@@ -127,9 +128,6 @@ class MetricsWatch:
             self._is_shape_outdated = False  # even on failure: the next rows are another try
             self._step_shape = shape_of(step_times(self._recent))
         return self._step_shape
-
-    def _is_same_attempt(self, trainer: Trainer) -> bool:
-        return self._attempt in (None, (trainer.node, trainer.attempt))
 
     def _start_over(self) -> None:
         self._state = WatchState(timeline=_timeline_of(self._line[0]))

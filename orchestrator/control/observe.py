@@ -293,7 +293,9 @@ class Observer:
         self._gateway = GatewayWatch(store, clock=clock, unreadable=self._unreadable)
         self._trainer = TrainerWatch(store, self._unreadable)
         self._skipped: set[str] = set()  # unreadable commands, which are not read again
-        self._commands = Periodic(COMMANDS_EVERY_S, clock, self._read_commands)
+        self._commands = Periodic(
+            COMMANDS_EVERY_S, clock, lambda: documents.read_commands(store, self._unreadable, self._skipped)
+        )
         self._controller = Periodic(RENTALS_EVERY_S, clock, self._read_controller)
         logging_steps = int(spec.grpo.get("logging_steps", 1))
         self.metrics = MetricsWatch(store, spec.policies.kl, logging_steps, self._unreadable)
@@ -369,9 +371,6 @@ class Observer:
             log.exception("watch_failed", check="metrics")
             self._unreadable.note_failure("metrics", 0 if trainer is None else trainer.step, error)
             return None
-
-    def _read_commands(self) -> tuple[Command, ...]:
-        return documents.read_commands(self._store, self._unreadable, self._skipped)
 
     def _read_controller(self) -> tuple[ControllerMachine | None, tuple[ControllerRental, ...]]:
         """Return the machine of a `--remote` daemon or, without one, the rentals of earlier ones."""

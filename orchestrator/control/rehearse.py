@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import structlog
@@ -85,14 +84,11 @@ class Rehearser:
                 heartbeat = documents.TRAINER.read(self._store, UnreadableDocuments())
                 if heartbeat is not None and heartbeat.step >= step and heartbeat.activity != "starting":
                     return heartbeat.activity != "done"
-                if polls % 50 == 0 and self._has_ended():
+                if polls % 50 == 0 and recover(self._store).state.phase in TERMINAL_RUN:
                     return False
             except StoreUnavailable as error:
                 log.warning("store_unavailable", error=str(error))
             time.sleep(POLL_S)
-
-    def _has_ended(self) -> bool:
-        return recover(self._store).state.phase in TERMINAL_RUN
 
     def _inject(self, fault: Rehearsed) -> str:
         match fault.fault, fault.target:
@@ -129,8 +125,8 @@ class Rehearser:
 
     def _kill_process(self, module: str) -> str:
         killed = []
-        for folder in (self._machine_folder(node) for node in self._machines("trainer-0")):
-            for pid in marked_processes(folder):
+        for node in self._machines("trainer-0"):
+            for pid in marked_processes(self._cloud.folder / node):
                 if module in _command_line(pid):
                     os.kill(pid, signal.SIGKILL)
                     killed.append(str(pid))
@@ -145,9 +141,6 @@ class Rehearser:
         if target == "rollouts":
             return [f"rollout-{i}" for i in range(self._record.spec.rollout.replicas.max)]
         return [target]
-
-    def _machine_folder(self, node: str) -> Path:
-        return run_dir(self._record.run_id) / "machines" / node
 
 
 def _command_line(pid: int) -> list[str]:

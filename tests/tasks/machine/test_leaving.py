@@ -72,12 +72,6 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_an_undisturbed_trainer_stays(world: World) -> None:
-    world.step(10.0)
-    world.leaving.check()
-    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
-
-
 @pytest.mark.parametrize("how", ["signal", "down"])
 def test_stop_request_ends_at_once(world: World, how: str) -> None:
     if how == "down":
@@ -94,6 +88,7 @@ def test_trainer_works_through_notice_while_a_checkpoint_fits(world: World) -> N
     """120 s, steps of 20 s, 4 s to save and 20 to store: the last step has to end before 89."""
     world.measured(4.0, 20.0)
     world.step(20.0)
+    assert (world.due(), world.leaving.is_leaving) == ((False, False), False)
     world.noticed("120")
     world.leaving.check()
     told_s = world.now_s
