@@ -29,7 +29,6 @@ class Log:
     """A file's rows, in its order."""
 
     rows: Sequence[Row]
-    logging_steps: int | None = None  # steps between two rows that have no step; None: unknown
     save_steps: int | None = None
 
 
@@ -179,26 +178,20 @@ _OF_RUN = " - "
 
 def is_table(header: str) -> bool:
     """Return whether the line is a header with at least one training metric."""
-    return _has_metric(header.split(_separator(header)))
+    names = header.split(_separator(header))
+    return any(metric(name.rpartition(_OF_RUN)[2])[0] in TRAINING for name in names)
 
 
 def read_table(lines: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows below the header, the first line. Raises NotATrace."""
+    """Yield the rows below the header, the first line; for an export, a row for each run. Raises NotATrace."""
+    table = csv.reader(lines, delimiter=_separator(lines[0]))
     try:
-        yield from _named(csv.reader(lines, delimiter=_separator(lines[0])))
+        header = next(table, [])
+        for row in table:
+            cells = zip(header, row, strict=False)
+            yield from _by_run({name: cell for name, cell in cells if name and cell.strip()})
     except csv.Error as error:
         raise NotATrace(f"as CSV: {error}") from None
-
-
-def _has_metric(header: Sequence[str]) -> bool:
-    return any(metric(name.rpartition(_OF_RUN)[2])[0] in TRAINING for name in header)
-
-
-def _named(table: Iterator[Sequence[str]]) -> Iterator[Row]:
-    """Yield each row's cells by the header, the first row; for an export, a row for each run."""
-    header = next(table, ())
-    for row in table:
-        yield from _by_run({name: cell for name, cell in zip(header, row, strict=False) if name and cell.strip()})
 
 
 def _separator(header: str) -> str:
@@ -242,9 +235,7 @@ def read_document(document: list[Any] | dict[str, Any]) -> Log:
         return Log(_objects(document))
     history = document.get("log_history")
     if isinstance(history, list):
-        return Log(
-            _objects(history), _positive(document.get("logging_steps")), _positive(document.get("save_steps"))
-        )
+        return Log(_objects(history), _positive(document.get("save_steps")))
     return Log([document])
 
 

@@ -216,8 +216,6 @@ class _Run:
 
 def _counts_records(log: Log) -> bool:
     """Return whether no row has a step, so that points are numbered by their records."""
-    if log.logging_steps is not None:
-        return False
     return all(names.step(row) is None for row in log.rows if names.metrics(row) is not None)
 
 
@@ -231,14 +229,14 @@ def runs(log: Log) -> list[tuple[str, tuple[Point, ...]]]:
         by_name[names.run(row)].append(row)
     found: list[tuple[str, tuple[Point, ...]]] = []
     for name, rows in by_name.items():
-        of_name = [run.points for run in _runs(rows, log.logging_steps or 1) if run.first is not None]
+        of_name = [run.points for run in _runs(rows) if run.first is not None]
         for at, points in enumerate(of_name, start=1):
             number = str(at) if len(of_name) > 1 else ""
             found.append(("#".join(filter(None, (name, number))), points))
     return found if len(found) > 1 else [("", points) for _, points in found]
 
 
-def _runs(rows: Iterable[Row], logging_steps: int) -> list[_Run]:
+def _runs(rows: Iterable[Row]) -> list[_Run]:
     """Split rows into runs, merging the rows of a step; number rows if none has a step.
 
     A row of evaluation without a step belongs to the row before it.
@@ -250,7 +248,7 @@ def _runs(rows: Iterable[Row], logging_steps: int) -> list[_Run]:
     for row, values in found:
         run, step, timeline = result[-1], names.step(row), row.get(TIMELINE)
         if counts_records and TRAINING & values.keys():
-            at += logging_steps
+            at += 1
         elif step is not None:
             at = step
         if isinstance(timeline, int):

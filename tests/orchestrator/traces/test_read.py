@@ -48,13 +48,10 @@ def test_values_and_steps_come_through_as_logged() -> None:
         assert [point.values for point in found] == wanted, name
 
 
-def test_step_numbers_of_the_file_are_used() -> None:
+def test_save_steps_of_a_state_are_used_if_whole() -> None:
     rows = run(diverges=False, every=10)
     assert trace(state(rows, save_steps=40)).save_steps == 40
     assert trace(state(rows, save_steps=0.1)).save_steps is None
-    without = [{key: value for key, value in row.items() if key != "step"} for row in rows]
-    history = json.dumps({"log_history": without, "logging_steps": 10})
-    assert [point.step for point in points(history)] == [10 * (at + 1) for at in range(30)]
 
 
 def test_nan_is_distinguished_from_nothing_logged() -> None:
