@@ -14,7 +14,6 @@ from grpo_orch.checkpoint.records.documents import RunRecord
 from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.checkpoint.stream.catalog import Catalog
 from grpo_orch.orchestrator.cli import start
-from grpo_orch.orchestrator.cli import start as rollback
 from grpo_orch.policies.control.decide import decide
 from grpo_orch.policies.model import exit_codes
 from grpo_orch.policies.model.events import Diverged, RunCreated, RunMoved
@@ -49,8 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steered:
     monkeypatch.setenv("GRPO_ORCH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     made = Steered(tmp_path)
-    for command in (rollback, start):
-        monkeypatch.setattr(command, "start_daemon", made.daemon)
+    monkeypatch.setattr(start, "start_daemon", made.daemon)
     return made
 
 

@@ -231,19 +231,6 @@ def test_rehearsed_faults_are_in_time_order_among_events() -> None:
     assert again == told
 
 
-def test_json_always_has_the_same_keys() -> None:
-    empty, world = to_json(look(World(), 1)), World()
-    world.starts()
-    world.logs(20, 1, reward=1.0)
-    full = to_json(look(world, 21))
-    assert list(empty) == list(full)
-    assert set(full) >= {"name", "phase", "step", "max_steps", "reward", "kl", "nodes", "checkpoint", "daemon"}
-    again = json.loads(json.dumps(full))
-    assert again["nodes"][1]["slot"] == "rollout-0"
-    assert again["phase"] == "training"
-    assert again["events"][-1]["type"] == "RunMoved"
-
-
 def test_cost_of_a_step_is_shown() -> None:
     """Two nodes at 0.90 USD an hour and a trainer at 7.20 since 1 s; steps of 10 s."""
     world = World()

@@ -25,18 +25,6 @@ def lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_the_plan_of_the_32b_recipe() -> None:
-    told = lines(drawn(render(plan_of(spec_of("qwen-32b")))))
-    assert told[0] == "qwen-32b: Qwen/Qwen2.5-32B-Instruct, 32.8 billion parameters, LoRA of rank 64"
-    assert "weights 61.0 61.0" in told
-    assert "fits fits" in told
-    assert "rollout on spot 6.06 145.44" in "\n".join(told)
-    assert any(line.startswith("new weights adapter, 1.07 GB (1.6 % of the weights), ") for line in told)
-    assert "H200 140 1 x 3.96 aws 1 x 2.10 gcp spot" in told
-    assert any(line.startswith("nodes best: 1 (ideal ") for line in told)
-    assert any("estimated: generate" in line for line in told)
-
-
 @pytest.mark.parametrize("recipe", ["qwen-32b", "math-two-gpus", "gsm8k-zero2", "llama-one-card"])
 def test_no_line_is_longer_than_the_screen_and_no_table_is_cut(recipe: str) -> None:
     text = drawn(render(plan_of(spec_of(recipe)))) + drawn(render_short(plan_of(spec_of(recipe))))
@@ -63,6 +51,7 @@ def test_page_shows_the_printed_plan() -> None:
     prices = PriceList((price("H200", 1, 3.96, 2.38),), {"aws": "2026-11-23"}, {})
     printed = drawn(render(plan_of(spec_of("qwen-32b"), prices=prices))).splitlines()
     assert example == [line.rstrip() for line in printed][: len(example)]
+    assert "H200 140 1 x 3.96 aws 1 x 2.38 aws spot" in [" ".join(line.split()) for line in printed]
 
 
 def test_run_with_little_known_is_planned() -> None:
