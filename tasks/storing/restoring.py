@@ -46,13 +46,6 @@ class Restored:
     base_model: Path | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    at: str | None = None
-    folder: str = ""
-    base_model: str | None = None
-
-
 def restore_once(
     workdir: Path, attempt: int, restore: Callable[[], Restored | None] | None, leaving: Leaving
 ) -> Restored | None:
@@ -69,23 +62,19 @@ def restore_once(
             older.unlink()
         restored = restore()
         part = path.with_suffix(".part")
-        part.write_bytes(to_json(_note_of(restored)))
+        known = () if restored is None else (restored.at, restored.folder, restored.base_model or "")
+        part.write_bytes(to_json([str(value) for value in known]))
         part.rename(path)
         return restored
     while not path.exists():
         if leaving.is_stop_requested:  # for example if the first process failed: the launcher then ends all
             raise LeaveNow
         time.sleep(POLL_S)
-    note = from_json(path.read_bytes(), _Note, str(path))
-    base_model = None if note.base_model is None else Path(note.base_model)
-    return None if note.at is None else Restored(PolicyVersion.parse(note.at), Path(note.folder), base_model)
-
-
-def _note_of(restored: Restored | None) -> _Note:
-    if restored is None:
-        return _Note()
-    base_model = None if restored.base_model is None else str(restored.base_model)
-    return _Note(str(restored.at), str(restored.folder), base_model)
+    note = from_json(path.read_bytes(), list[str], str(path))
+    if not note:
+        return None
+    at, at_folder, base_model = note
+    return Restored(PolicyVersion.parse(at), Path(at_folder), Path(base_model) if base_model else None)
 
 
 BASE_MODEL = "base_model"  # folder in a checkpoint: the model that training started from, if still needed
