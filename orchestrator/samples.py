@@ -247,7 +247,6 @@ def _all(step: Step, groups: Iterable[tuple[int, Head, Group]]) -> Iterator[Foun
 def completion_plain(item: FoundSample) -> dict[str, Any]:
     """Return a completion as JSON data, without its prompt."""
     sample = item.sample
-    chars = [*sample.handed_over_chars, *[None] * len(sample.handed_over)]
     return {
         "link": str(item.link),
         "group": item.link.group,
@@ -262,10 +261,7 @@ def completion_plain(item: FoundSample) -> dict[str, Any]:
         "cut": sample.cut,
         "node": sample.node,
         "policy": sample.policy,
-        "handed_over": [
-            {"node": part.node, "tokens": part.tokens, "char": char}
-            for part, char in zip(sample.handed_over, chars, strict=False)
-        ],
+        "handed_over": [asdict(part) for part in sample.handed_over],
         "mismatch_mean": sample.mismatch_mean,
         "mismatch_max": sample.mismatch_max,
         "refused": sample.refused,

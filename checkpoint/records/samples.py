@@ -50,9 +50,8 @@ class Sample:
     """One completion. Unknown values are None, such as the reward of a function that returned none.
 
     `mismatch_*` are the distances between the node's and the trainer's log-probability of a token, in natural
-    logarithms. `handed_over_chars` are the offsets of `handed_over` in the text, where known. With several turns,
-    `node` and `handed_over` are those of the first turn; in an agent's session `node` is that of the last turn,
-    and `handed_over` lists all.
+    logarithms. With several turns, `node` and `handed_over` are those of the first turn; in an agent's session
+    `node` is that of the last turn, and `handed_over` lists all.
     """
 
     completion: list[Message]
@@ -64,7 +63,6 @@ class Sample:
     node: str = ""
     policy: str = ""  # the label of the policy that generated it
     handed_over: list[Handover] = field(default_factory=list)
-    handed_over_chars: list[int] = field(default_factory=list)
     mismatch_mean: float | None = None
     mismatch_max: float | None = None
     refused: str = ""  # why every node refused the prompt
@@ -159,11 +157,10 @@ def _max_length(lengths: Sequence[int], total: int) -> int:
 
 
 def _cut(group: Group, max_chars: int) -> Group:
-    samples = []
-    for sample in group.samples:
-        fits = all(len(message.text) <= max_chars for message in sample.completion)
-        cut = [_cut_message(message, max_chars) for message in sample.completion]
-        samples.append(sample if fits else replace(sample, completion=cut, handed_over_chars=[]))
+    samples = [
+        replace(sample, completion=[_cut_message(message, max_chars) for message in sample.completion])
+        for sample in group.samples
+    ]
     return Group([_cut_message(message, max_chars) for message in group.prompt], samples)
 
 

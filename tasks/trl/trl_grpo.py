@@ -330,9 +330,7 @@ class FleetGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # it has no types
         self.turns = CommonTurns(self.accelerator)
         self.refused = RefusedCompletions(self.accelerator, end, ends)
         self.rewards = RewardAccount(costs, functions, weights, self._log_metric)
-        self.samples = Samples(
-            self.accelerator, self._tokenizer, ends, functions, weights.tolist(), self.num_generations, timeline
-        )
+        self.samples = Samples(self.accelerator, ends, functions, weights.tolist(), self.num_generations, timeline)
         self._completes_only = False
 
     # Before the first step.

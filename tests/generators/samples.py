@@ -22,7 +22,7 @@ def sample(text: str, reward: float | None = 1.0, **given: object) -> Sample:
 
 def handed_over(text: str, reward: float | None = 0.5) -> Sample:
     left = [Handover("rollout-1-i1", 3)]
-    return sample(text, reward, handed_over=left, handed_over_chars=[4], mismatch_mean=0.01, mismatch_max=0.25)
+    return sample(text, reward, handed_over=left, mismatch_mean=0.01, mismatch_max=0.25)
 
 
 def group(prompt: str, *made: Sample) -> Group:

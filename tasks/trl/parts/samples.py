@@ -25,8 +25,6 @@ from grpo_orch.policies.serving.wire import Completion
 
 log = structlog.get_logger()
 
-# Locating a handover in the text requires decoding the tokens before it; this many take 50 ms.
-DECODED_TOKENS_MAX = 200_000
 MEASURES = 4  # per completion: tokens, is-cut, mean and maximum mismatch
 
 
@@ -34,7 +32,6 @@ class Samples:
     """The samples of one process's calls.
 
     Args:
-        tokenizer: used in the trainer's thread only.
         ends: tokens after which a completion is not cut.
         functions: the names of the reward functions.
         weights: their weights.
@@ -48,14 +45,13 @@ class Samples:
     def __init__(
         self,
         accelerator: Any,
-        tokenizer: Any,
         ends: Collection[int],
         functions: Sequence[str],
         weights: Sequence[float],
         group: int,
         timeline: int,
     ) -> None:
-        self._accelerator, self._tokenizer, self._ends = accelerator, tokenizer, ends
+        self._accelerator, self._ends = accelerator, ends
         self._functions, self._weights = list(functions), list(weights)
         self._group, self._timeline = group, timeline
         self.writer: SampleWriter | None = None
@@ -142,7 +138,6 @@ class Samples:
         names, weights = self._functions, self._weights
         first = rollouts[0].completions if rollouts and len(rollouts[0].completions) == count else None
         is_single_turn = len(rollouts) == 1
-        offsets = _handover_offsets(first, self._tokenizer) if first is not None and is_single_turn else {}
         sessions = rollouts[0].sessions if rollouts and len(rollouts[0].sessions) == count else None
         now_s = time.time()
 
@@ -155,7 +150,6 @@ class Samples:
                     advantages[row],
                     measured[row],
                     None if first is None else first[row],
-                    offsets.get(row, []),
                     is_single_turn,
                 )
                 for row in range(count)
@@ -179,7 +173,6 @@ def _sample(
     advantage: float,
     measured: Sequence[float],
     made: Completion | None,
-    offsets: list[int],
     is_single_turn: bool,
 ) -> Sample:
     finite_rewards = [_finite(reward) for reward in rewards]
@@ -202,7 +195,6 @@ def _sample(
         node="" if made is None else made.node,
         policy="" if made is None else made.policy,
         handed_over=[] if made is None else made.handed_over,
-        handed_over_chars=offsets,
         mismatch_mean=_finite(mismatch_mean),
         mismatch_max=_finite(mismatch_max),
         refused=refused or "",
@@ -237,21 +229,6 @@ def _with_session(sample: Sample, session: Session, prompt: Any) -> Sample:
         handed_over=[part for turn in turns for part in turn.handed_over],
         failed=session.failed,
     )
-
-
-def _handover_offsets(made: Sequence[Completion], tokenizer: Any) -> dict[int, list[int]]:
-    """Return the character offsets of handovers, by completion index.
-
-    Call it in the trainer's thread: no other thread may use the tokenizer.
-    """
-    offsets: dict[int, list[int]] = {}
-    tokens_left = DECODED_TOKENS_MAX
-    for index, completion in enumerate(made):
-        tokens_left -= sum(part.tokens for part in completion.handed_over)
-        if completion.handed_over and tokens_left >= 0:
-            heads = [completion.token_ids[: part.tokens] for part in completion.handed_over]
-            offsets[index] = [len(tokenizer.decode(ids, skip_special_tokens=True)) for ids in heads]
-    return offsets
 
 
 def _finite(value: float) -> float | None:

@@ -45,7 +45,7 @@ class Call:
         self.gathered: list[torch.Tensor] = []
         accelerator = SimpleNamespace(device="cpu", gather=self._gather)
         self.functions, self.weights = list(functions), list(weights)
-        self.part = Samples(accelerator, None, {END, 0}, functions, weights, group=2, timeline=0)
+        self.part = Samples(accelerator, {END, 0}, functions, weights, group=2, timeline=0)
 
     def _gather(self, one: torch.Tensor) -> torch.Tensor:
         self.gathered.append(one)

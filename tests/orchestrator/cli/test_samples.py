@@ -109,7 +109,7 @@ def test_json_has_all_of_it(store: Store, cli: Cli) -> None:
     assert one["completion"] == [told]
     assert one["prompt"][0]["text"] == "p"
     assert one["rewards"][0] == {"function": "correct", "weight": 1.0, "reward": 0.5}
-    assert one["handed_over"] == [{"node": "rollout-1-i1", "tokens": 3, "char": 4}]
+    assert one["handed_over"] == [{"node": "rollout-1-i1", "tokens": 3}]
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
