@@ -115,7 +115,8 @@ def _evaluate_each(
     for _, subject in missing:
         if subject.name != BASE:
             folder = workdir / FETCHED / subject.name
-            restored = restore_weights(parent, _checkpoint_of(subject), folder, own_model, say)
+            checkpoint = Checkpoint(subject.name, subject.manifest, subject.digest, 0.0, 0)
+            restored = restore_weights(parent, checkpoint, folder, own_model, say)
             folders[subject.name] = restored.folder
             base_model = restored.base_model or base_model
     fetch_base_model(workdir, spec, store, say, base_model)
@@ -132,10 +133,6 @@ def _evaluate_each(
         evaluations.write_samples(store, subject.name, samples)
         evaluations.evaluated(subject.name).write(store, summary)  # written last: it marks the samples as complete
         heartbeat.update("training", step=number + 1)
-
-
-def _checkpoint_of(subject: Subject) -> Checkpoint:
-    return Checkpoint(subject.name, subject.manifest, subject.digest, 0.0, 0)
 
 
 def unpin(evaluation: Evaluation) -> None:
