@@ -123,7 +123,8 @@ def code_tests(
     samples = [
         {
             "program": _program(text_of(completion)),
-            "tests": [_without_output(test) for test in tests],
+            # Without the expected output: a program in the sandbox could find it.
+            "tests": [{name: value for name, value in test.items() if name != "output"} for test in tests],
             "limits": limits,
         }
         for completion, tests in zip(completions, all_tests, strict=True)
@@ -162,11 +163,6 @@ def _test(value: Any) -> Test:
             return {"input": stdin, "output": output}
     expected = "expected a test to be a statement, or a mapping with texts `input` and `output`"
     raise ValueError(f"code_tests: {expected}, got {str(value)[:60]!r}")
-
-
-def _without_output(test: Test) -> Test:
-    """Remove the expected output, so that a program in the sandbox cannot find it."""
-    return {name: value for name, value in test.items() if name != "output"}
 
 
 def _share(tests: Sequence[Test], results: Sequence[dict[str, Any]]) -> float:

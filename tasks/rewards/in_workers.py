@@ -111,18 +111,15 @@ def with_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -
     def reward(**columns: Any) -> Any:
         return function(**columns | bound)
 
-    if hasattr(function, "readable"):
-        reward.readable = functools.partial(_call_bound, function.readable, bound)  # type: ignore[attr-defined]
-
     @functools.wraps(function)
     async def reward_async(**columns: Any) -> Any:
         return await function(**columns | bound)
 
-    return reward_async if inspect.iscoroutinefunction(function) else reward
-
-
-def _call_bound(function: Callable[..., Any], bound: Mapping[str, Any], **columns: Any) -> Any:
-    return function(**columns | dict(bound))
+    made: Any = reward_async if inspect.iscoroutinefunction(function) else reward
+    if hasattr(function, "readable"):
+        readable = function.readable
+        made.readable = lambda **columns: readable(**columns | bound)
+    return made  # type: ignore[no-any-return]
 
 
 def run_samples(

@@ -14,6 +14,7 @@ from grpo_orch.rewards import (
     json_schema,
     length_penalty,
     math_reward,
+    readable_by,
     think_format,
     xml_format,
 )
@@ -216,6 +217,15 @@ def test_arguments_and_guard_keep_a_functions_attributes() -> None:
     completions = ["<answer>4</answer>", "#### 4"]
     assert kept.readable(prompts=PROMPTS[:2], completions=completions, right=["4", "4"]) == [True, False]
     assert kept.full == 1.0
+
+
+def test_readability_of_an_async_function_gets_its_arguments() -> None:
+    @readable_by(lambda completions, tag, **_: [tag in one for one in completions])
+    async def judged(completions: list[str], tag: str, **_: Any) -> list[float]:
+        return [float(one == tag) for one in completions]
+
+    bound: Any = with_arguments(judged, {"tag": "x"})
+    assert bound.readable(completions=["x", "y"]) == [True, False]
 
 
 def test_formats_declare_that_they_check_form_only() -> None:
