@@ -21,10 +21,9 @@ from aiohttp import hdrs, web
 from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
-from grpo_orch.orchestrator.gateway.surface import admission, openai_request
+from grpo_orch.orchestrator.gateway.surface import admission
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
-from grpo_orch.orchestrator.gateway.surface.chat import Answer, Translator
-from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
+from grpo_orch.orchestrator.gateway.surface.chat import Answer, Chat, Translator, check_turn, jobs_of, read_chat
 from grpo_orch.orchestrator.gateway.surface.sessions import Sessions
 from grpo_orch.policies.serving.wire import (
     CHAT,
@@ -84,17 +83,17 @@ class OpenAI:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat as OpenAI's API does; a turn of a session if the path or `X-Session-ID` names one."""
-        chat = openai_request.read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
+        chat = read_chat(await admission.read(request, admission.OPENAI_SIZE_MAX))
         session = request.match_info.get("session", request.headers.get(HEADER_SESSION))
         if session is not None:
             return await self._turn(request, chat, admission.name_of("session", session))
         policy = self._policy(request)
         prompt = await _within_limit(self._translator.prompt(chat))
         sampling = {**chat.sampling, **prompt.sampling, "max_tokens": prompt.max_tokens}
-        return await self._answer(chat, openai_request.jobs_of(chat, prompt.token_ids, sampling, policy))
+        return await self._answer(chat, jobs_of(chat, prompt.token_ids, sampling, policy))
 
     async def _turn(self, request: web.Request, chat: Chat, session: str) -> web.Response:
-        openai_request.check_turn(chat)
+        check_turn(chat)
         header = request.headers.get(HEADER_REQUEST)
         request_name = "" if header is None else admission.name_of(HEADER_REQUEST, header)
         opening = admission.opening_of(request)

@@ -26,8 +26,7 @@ from grpo_orch.orchestrator.gateway.job import Finished, Job
 from grpo_orch.orchestrator.gateway.routing.dispatch import Completer, Ledger
 from grpo_orch.orchestrator.gateway.routing.gateway_members import Members
 from grpo_orch.orchestrator.gateway.surface.admission import ApiError
-from grpo_orch.orchestrator.gateway.surface.chat import Answer, Prompt, Translator
-from grpo_orch.orchestrator.gateway.surface.openai_request import Chat
+from grpo_orch.orchestrator.gateway.surface.chat import Answer, Chat, Prompt, Translator
 from grpo_orch.orchestrator.gateway.surface.session_log import (
     Record,
     SessionClosed,
