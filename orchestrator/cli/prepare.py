@@ -38,7 +38,6 @@ from grpo_orch.orchestrator.config.rules import name_problem
 from grpo_orch.orchestrator.plan.gather import NOWHERE, make_plan
 from grpo_orch.orchestrator.plan.machines import cached_lookup
 from grpo_orch.orchestrator.plan.prices import PriceBook, by_catalog, by_rehearsal, store_place
-from grpo_orch.orchestrator.plan.steps import Measured, measure
 from grpo_orch.orchestrator.views import plan as views
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model import exit_codes
@@ -252,10 +251,9 @@ def plan(
 ) -> None:
     """Estimate a run's memory, time and cost. Starts no machine."""
     sizes = cached_lookup(find_size)
-    with errors.status("looking up the model, the prices and the store"):
+    with errors.status("looking up the model and the prices"):
         spec = load(run_yaml, find_size=sizes).spec
-        measured, why, place = _measure(load_storage(run_yaml))
-        run_plan = make_plan(spec, sizes, _prices(spec), measured, why, place)
+        run_plan = make_plan(spec, sizes, _prices(spec), _place_of(load_storage(run_yaml)))
     print_result(output, asdict(run_plan), views.render(run_plan))
 
 
@@ -263,15 +261,9 @@ def _prices(spec: RunSpec) -> PriceBook:
     return by_catalog(spec, list_prices) if spec.cloud == "sky" else by_rehearsal(spec)
 
 
-def _measure(storage: Storage) -> tuple[Measured | None, str, Location]:
-    """Return the step times logged by the run in the store, else why they are unknown; and the store's place.
-
-    An unreachable store is not an error.
-    """
-    place = NOWHERE
+def _place_of(storage: Storage) -> Location:
+    """Return the store's place; unknown for a store that cannot be opened, which `up` reports."""
     try:
-        store = open_store(storage)
-        place = store_place(store)
-        return measure(store), "", place
-    except StoreError as error:
-        return None, f"whether the store holds a run: {error}", place
+        return store_place(open_store(storage))
+    except StoreError:
+        return NOWHERE

@@ -37,7 +37,7 @@ from grpo_orch.orchestrator.plan.model import (
 )
 from grpo_orch.orchestrator.plan.pitfalls import PlannedRun, find_pitfalls
 from grpo_orch.orchestrator.plan.prices import PriceBook, cloud_prices
-from grpo_orch.orchestrator.plan.steps import Measured, hourly_prices, plan_nodes, plan_step, plan_sync, time_step
+from grpo_orch.orchestrator.plan.steps import hourly_prices, plan_nodes, plan_step, plan_sync, time_step
 from grpo_orch.policies.costs import disks
 from grpo_orch.policies.costs.steps import HourlyPrices
 from grpo_orch.policies.costs.store_costs import GB, Location, store_price
@@ -71,8 +71,6 @@ def make_plan(
     spec: RunSpec,
     find_size: FindSize,
     book: PriceBook,
-    measured: Measured | None = None,
-    unread: str = "",
     store: Location = NOWHERE,
 ) -> Plan:
     """Return the plan of a run.
@@ -81,8 +79,6 @@ def make_plan(
         spec: the run's specification.
         find_size: returns the model's size, or raises SizeUnknown.
         book: prices of machines.
-        measured: step times from the run's log.
-        unread: a line about a store whose log could not be read.
         store: place of the store.
     """
     spec = with_instances(with_deepspeed(spec), book.listed)
@@ -91,15 +87,13 @@ def make_plan(
     trainer = plan_machine(spec, model, Role.TRAINER, kinds, book.of(Role.TRAINER))
     has_nodes = not generates_itself(spec)
     rollout = plan_machine(spec, model, Role.ROLLOUT, kinds, book.of(Role.ROLLOUT)) if has_nodes else None
-    sync = plan_sync(spec, model, measured)
+    sync = plan_sync(spec, model)
     timing = time_step(spec, model, trainer, rollout, sync)
     shape = timing.shape if timing is not None else None
-    if measured is not None and measured.shape is not None:
-        shape = measured.shape
     prices = hourly_prices(trainer, rollout, book.controller_usd_per_h)
     nodes = None if shape is None else plan_nodes(spec, shape, prices)
     count = nodes.best if nodes is not None else spec.rollout.replicas.max
-    step = plan_step(spec, timing, count, measured)
+    step = plan_step(spec, timing, count)
     steps = steps_of(spec)
     hours = steps * step.step_s / 3600 if steps is not None and step is not None else None
     money = plan_money(trainer, rollout, count, hours, book.controller_usd_per_h)
@@ -126,8 +120,8 @@ def make_plan(
         money=money,
         kinds=plan_kinds(spec, model, kinds, book, trainer, rollout),
         warnings=(),
-        unknown=tuple(_unknown(spec, model, book, unread, (trainer, rollout))),
-        notes=tuple(_notes(measured, book)),
+        unknown=tuple(_unknown(spec, model, book, (trainer, rollout))),
+        notes=(ESTIMATED, book.source) if book.source else (ESTIMATED,),
     )
     return replace(plan, warnings=find_pitfalls(PlannedRun(spec, model, plan)))
 
@@ -142,7 +136,7 @@ def _model(spec: RunSpec, model: KnownModel) -> ModelPlan:
 
 
 def _unknown(
-    spec: RunSpec, model: KnownModel, book: PriceBook, unread: str, machines: tuple[MachinePlan | None, ...]
+    spec: RunSpec, model: KnownModel, book: PriceBook, machines: tuple[MachinePlan | None, ...]
 ) -> Iterator[str]:
     if model.unknown:
         yield model.unknown
@@ -156,8 +150,6 @@ def _unknown(
     for machine in machines:
         if machine is not None and book.listed and machine.prices.on(machine.market) is None:
             yield f"prices of the {machine.role}'s machines: {_no_price(machine)}"
-    if unread:
-        yield unread
     if spec.trainer.eval_dataset is not None:
         yield "the time of evaluations: eval_dataset's rows are not counted, so time and cost exclude them"
     if steps_of(spec) is None:
@@ -170,14 +162,6 @@ def _no_price(machine: MachinePlan) -> str:
         return "name `accelerators`, or an `instance_type` with GPUs, to find them in the catalog"
     gpus = f"{machine.gpus} x {machine.gpu}" if machine.gpus else machine.gpu
     return f"the catalog has none for {gpus}, {machine.market}, in the named places"
-
-
-def _notes(measured: Measured | None, book: PriceBook) -> Iterator[str]:
-    if measured is not None:
-        yield f"measured: the run's last {measured.steps} logged steps"
-    yield ESTIMATED
-    if book.source:
-        yield book.source
 
 
 # GPUs of machines that run.yaml names only by `instance_type`, looked up in a price list.
@@ -315,7 +299,7 @@ def plan_lost(spec: RunSpec, step: StepPlan | None, money: tuple[MoneyPlan, ...]
     """
     if step is None:
         return None
-    again_s = step.step_s if step.train_s is None else step.train_s
+    again_s = step.train_s
     steps = min(int(grpo(spec, "save_steps")), steps_of(spec) or sys.maxsize)
     used = _used_cost(money)
     usd = None if used is None else again_s * used.usd_per_h / 3600  # all machines, for as long as it trains

@@ -56,8 +56,8 @@ def prompt_tokens(spec: RunSpec) -> int:
     return max(1, min(PROMPT_TOKENS, context - completion_tokens(spec)))
 
 
-def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
-    """Return the work of an optimizer step. `mean_tokens` of a completion; None assumes the maximum length."""
+def work_of(spec: RunSpec) -> StepWork:
+    """Return the work of an optimizer step with completions of maximum length."""
     accumulated = int(grpo(spec, "gradient_accumulation_steps"))
     trained = int(grpo(spec, "per_device_train_batch_size")) * processes_of(spec) * accumulated
     generated = trained / int(grpo(spec, "num_iterations"))
@@ -66,7 +66,7 @@ def work_of(spec: RunSpec, mean_tokens: float | None = None) -> StepWork:
         trained=trained,
         prompts=generated / int(grpo(spec, "num_generations")),
         prompt_tokens=prompt_tokens(spec),
-        completion_tokens=mean_tokens or completion_tokens(spec),
+        completion_tokens=completion_tokens(spec),
     )
 
 

@@ -1,26 +1,12 @@
-"""The time of a step, from the run's log or an estimate: generation, training, and sending weights."""
+"""Estimate the time of a step: generation, training, and sending weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from statistics import mean, median
 
-from grpo_orch.checkpoint.records import metrics
-from grpo_orch.checkpoint.records.metrics import (
-    StepTiming,
-    logged,
-    median_timing,
-    read_metrics,
-    step_times,
-    step_timings,
-)
-from grpo_orch.checkpoint.store import layout
-from grpo_orch.checkpoint.store.run_store import Store
 from grpo_orch.orchestrator.plan.machines import KnownModel, active_params, grpo, passes_of, work_of
 from grpo_orch.orchestrator.plan.model import MachinePlan, NodesPlan, StepPlan, SyncPlan
-from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, shape_of, step_usd
-from grpo_orch.policies.ledger.accounting import surviving_rows
+from grpo_orch.policies.costs.steps import HourlyPrices, StepShape, best_count, optimum, step_usd
 from grpo_orch.policies.model.gpus import engine_gpus
 from grpo_orch.policies.model.spec import RunSpec, generates_itself, may_overlap, processes_of
 from grpo_orch.policies.model.vocabulary import Market
@@ -31,57 +17,6 @@ from grpo_orch.policies.sizing.speed import gpu_named
 from grpo_orch.policies.sizing.training import adapter_params, lora_of, training_of
 from grpo_orch.policies.weights.adapters import adapter_obstacle, engine_type
 from grpo_orch.policies.weights.tensors import WIDTH, served_types
-
-LAST_STEPS = 50  # only recent steps, because the length of completions changes during a run
-COMPLETION_TOKENS = "completions/mean_length"  # TRL's
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measurements of the last LAST_STEPS logged steps. None: not logged.
-
-    Attributes:
-        steps: number of measured steps.
-        step_s: median time between two steps.
-        timing: medians of the parts of a step.
-        shape: the parts of a step that nodes share and do not share, as the controller computes them.
-        completion_tokens: mean tokens of a completion.
-        sent_share: bytes sent to the store, as a share of the published weights.
-    """
-
-    steps: int
-    step_s: float
-    timing: StepTiming | None = None
-    shape: StepShape | None = None
-    completion_tokens: float | None = None
-    sent_share: float | None = None
-
-
-def measure(store: Store) -> Measured | None:
-    """Read the log of the run in this store; None without a run or with fewer than two steps.
-
-    Raises StoreError.
-    """
-    if store.get_or_none(layout.RUN) is None:
-        return None
-    rows = surviving_rows(read_metrics(store))
-    rows = [row for row in rows if row.timeline == rows[-1].timeline][-LAST_STEPS - 1 :]
-    gaps = [(after.time_s - before.time_s) / (after.step - before.step) for before, after in pairwise(rows)]
-    if not gaps:
-        return None
-    timed, lengths = step_times(rows), logged(rows[1:], COMPLETION_TOKENS)
-    sent, whole = (sum(logged(rows[1:], name)) for name in (metrics.PUBLISHED_BYTES, metrics.WEIGHTS_BYTES))
-    return Measured(
-        steps=len(gaps),
-        step_s=median(gaps),
-        timing=median_timing(timing for _, timing in step_timings(rows)),
-        shape=shape_of(timed),
-        completion_tokens=mean(lengths) if lengths else None,
-        sent_share=sent / whole if whole else None,
-    )
-
-
-# Estimates.
 
 USUAL_LINK = speed.LINKS_GBIT_PER_S[0]  # a step is estimated with the slowest link
 SHOWN_NODES = 8
@@ -104,7 +39,7 @@ class Timing:
         return StepShape(self.train_s + self.sync_s + self.alone_s, self.shared_node_s)
 
 
-def plan_sync(spec: RunSpec, model: KnownModel, measured: Measured | None) -> SyncPlan | None:
+def plan_sync(spec: RunSpec, model: KnownModel) -> SyncPlan | None:
     """Return how weights are sent: an adapter alone, or a delta of all. None if none are sent, or if unknown."""
     if generates_itself(spec) or model.params is None:
         return None
@@ -114,14 +49,12 @@ def plan_sync(spec: RunSpec, model: KnownModel, measured: Measured | None) -> Sy
     if spec.trainer.peft is not None and not adapter_obstacle(spec, model.config) and adapter is not None:
         seconds = {link: speed.full_transfer_s(adapter, link) for link in links}
         return SyncPlan(form="adapter", size_bytes=adapter, share=adapter / whole, seconds=seconds)
-    sent = None if measured is None else measured.sent_share
-    share = speed.delta_share(float(grpo(spec, "learning_rate"))) if sent is None else sent
+    share = speed.delta_share(float(grpo(spec, "learning_rate")))
     return SyncPlan(
         form="delta",
         size_bytes=share * whole,
         share=share,
         seconds={link: speed.delta_transfer_s(whole, share, link) for link in links},
-        source="estimated" if sent is None else "measured",
     )
 
 
@@ -224,37 +157,26 @@ def plan_nodes(spec: RunSpec, shape: StepShape, prices: HourlyPrices | None) -> 
     return NodesPlan(best=best, exact=None if priced is None else optimum(shape, priced), steps=steps)
 
 
-def plan_step(spec: RunSpec, timing: Timing | None, nodes: int, measured: Measured | None) -> StepPlan | None:
-    """Return a step with `nodes` rollout nodes, from the run's log or the estimate; None without either."""
-    generate_s = train_s = sync_s = sequential_s = overlapped_s = None
-    step_s = 0.0
-    if timing is not None:
-        generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
-        train_s, sync_s, step_s = timing.train_s, timing.sync_s, timing.shape.seconds(max(1, nodes))
-    if measured is not None:
-        if measured.timing is not None:
-            generate_s, train_s = measured.timing.generate_s, measured.timing.train_s
-            sync_s = measured.timing.sync_s
-        elif generate_s is not None:  # generation was not logged: split the step as in the estimate
-            generate_s *= measured.step_s / step_s
-            train_s, sync_s = max(0.0, measured.step_s - generate_s), None
-        step_s = measured.step_s
-    elif timing is None:
+def plan_step(spec: RunSpec, timing: Timing | None, nodes: int) -> StepPlan | None:
+    """Return a step with `nodes` rollout nodes; None if its time is unknown."""
+    if timing is None:
         return None
-    if may_overlap(spec) and generate_s is not None and train_s is not None and sync_s is not None:
-        sequential_s, overlapped_s = generate_s + train_s + sync_s, max(generate_s, train_s) + sync_s
-    work = work_of(spec, None if measured is None else measured.completion_tokens)
+    sequential_s = overlapped_s = None
+    generate_s = timing.alone_s + timing.shared_node_s / max(1, nodes)
+    if may_overlap(spec):
+        sequential_s = generate_s + timing.train_s + timing.sync_s
+        overlapped_s = max(generate_s, timing.train_s) + timing.sync_s
+    work = work_of(spec)
     return StepPlan(
         completions=work.generated,
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.completion_tokens,
         generate_s=generate_s,
-        train_s=train_s,
-        sync_s=sync_s,
-        step_s=step_s,
+        train_s=timing.train_s,
+        sync_s=timing.sync_s,
+        step_s=timing.shape.seconds(max(1, nodes)),
         nodes=nodes,
         max_staleness=spec.rollout.max_staleness,
         sequential_s=sequential_s,
         overlapped_s=overlapped_s,
-        source="estimated" if measured is None else "measured",
     )

@@ -134,7 +134,7 @@ def _facts(plan: Plan) -> Table:
 
 def _step_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.step is not None:
-        yield "step", f"{duration(plan.step.step_s)}, {plan.step.source}: {_step_words(plan.step)}"
+        yield "step", f"{duration(plan.step.step_s)}, estimated: {_step_words(plan.step)}"
         sequential_s, overlapped_s = plan.step.sequential_s, plan.step.overlapped_s
         if sequential_s is not None and overlapped_s is not None:
             words = overlap_words(plan.step.step_s, sequential_s, overlapped_s, plan.step.max_staleness)
@@ -168,7 +168,7 @@ def _sync_words(sync: SyncPlan) -> str:
     """Return `delta, 2.2 GB (1.1 % of the weights), estimated: 3.8 s at 10 Gb/s, 1.9 s at 25 Gb/s, ...`."""
     times = ", ".join(f"{seconds_words(sync.seconds[link])} at {link} Gb/s" for link in sorted(sync.seconds))
     size = f"{short(sync.size_bytes / GB)} GB ({_percent(sync.share)} of the weights)"
-    return f"{sync.form}, {size}, {sync.source}: {times}"
+    return f"{sync.form}, {size}, estimated: {times}"
 
 
 def _is_priced(plan: Plan) -> bool:

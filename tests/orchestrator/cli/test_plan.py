@@ -41,4 +41,3 @@ def test_plan_has_catalog_prices_and_names_missing_data(tmp_path: Path) -> None:
     (priced,) = [kind for kind in told["kinds"] if kind["trainer_prices"]]
     assert (priced["gpu"], priced["rollout_prices"][0]["spot_usd_per_h"]) == ("A10G", 0.42)
     assert any(note.startswith("prices: SkyPilot's catalog as of aws 20") for note in told["notes"])
-    assert any("whether the store holds a run" in line for line in told["unknown"])

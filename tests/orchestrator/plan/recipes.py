@@ -13,7 +13,6 @@ from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.machines import KnownModel, find_model
 from grpo_orch.orchestrator.plan.model import Plan
 from grpo_orch.orchestrator.plan.prices import by_catalog, by_rehearsal
-from grpo_orch.orchestrator.plan.steps import Measured
 from grpo_orch.policies.costs.store_costs import Location
 from grpo_orch.policies.model.spec import RunSpec
 from grpo_orch.policies.sizing.shapes import shape_of
@@ -65,9 +64,9 @@ def known(spec: RunSpec, **changes: Any) -> KnownModel:
     return find_model(spec, lambda one: size_of(one, {**CONFIGS[one.trainer.model], **changes}))
 
 
-def plan_of(spec: RunSpec, measured: Measured | None = None, prices: PriceList = PRICES) -> Plan:
+def plan_of(spec: RunSpec, prices: PriceList = PRICES) -> Plan:
     def listed(_: Sequence[str]) -> PriceList:
         return prices
 
     book = by_catalog(spec, listed) if spec.cloud == "sky" else by_rehearsal(spec)
-    return make_plan(spec, size_of, book, measured, store=Location("aws"))
+    return make_plan(spec, size_of, book, store=Location("aws"))

@@ -10,13 +10,10 @@ from typing import TypeVar
 import pytest
 from rich.console import Console
 
-from grpo_orch.checkpoint.records.metrics import StepTiming
 from grpo_orch.orchestrator.plan.gather import make_plan
 from grpo_orch.orchestrator.plan.model import Cost, MachinePlan, Plan, Prices
 from grpo_orch.orchestrator.plan.prices import PriceBook
-from grpo_orch.orchestrator.plan.steps import Measured
 from grpo_orch.orchestrator.views.plan import render
-from grpo_orch.policies.costs.steps import StepShape
 from grpo_orch.policies.model.spec import Replicas
 from grpo_orch.policies.model.vocabulary import Role
 from grpo_orch.policies.sizing.memory import GIB
@@ -65,7 +62,6 @@ def test_its_step_and_how_many_nodes_pay() -> None:
     assert there(plan.step).train_s == pytest.approx(
         (10 * 32e9 + 6 * 4 * 1024 * 5120 * 64) * 64 * 1024 / (0.3 * 989e12), rel=0.005
     )
-    assert there(plan.step).source == "estimated"
     assert there(plan.nodes).best == plan.bought == 1
     assert there(there(plan.nodes).exact) < 1
     (one, _, one_usd), (two, _, two_usd) = there(plan.nodes).steps
@@ -85,7 +81,7 @@ def test_its_dollars_on_each_market() -> None:
     tokens = there(plan.step).completions * there(plan.step).completion_tokens
     assert plan.usd_per_million_tokens == pytest.approx(6.06 * there(plan.step).step_s / 3600 / tokens * 1e6)
     assert plan.disks_usd_per_h > 0
-    assert there(plan.lost).max_s == pytest.approx(50 * (there(plan.step).train_s or 0))
+    assert there(plan.lost).max_s == pytest.approx(50 * there(plan.step).train_s)
     assert there(plan.lost).step_usd == pytest.approx(6.06 * there(plan.lost).step_s / 3600)
     kinds = {one.gpu: one for one in plan.kinds}
     assert [one.cloud for one in kinds["H200"].trainer_prices] == ["aws", "gcp"]
@@ -172,28 +168,6 @@ def test_many_nodes_pay_if_generation_dominates() -> None:
     assert cheapest[0] == there(plan.nodes).best
 
 
-def test_measured_log_replaces_estimates() -> None:
-    shape = StepShape(fixed_s=20.0, generation_node_s=100.0)
-    timing = StepTiming(70.0, 50.0, 20.0, 0.0, trainer_idle_s=50.0, fleet_idle_s=20.0)
-    log = Measured(steps=40, step_s=70.0, timing=timing, shape=shape, completion_tokens=300.0, sent_share=0.02)
-    plan = plan_of(spec_of("qwen-32b"), log)
-    assert (there(plan.step).source, there(plan.step).step_s) == ("measured", 70.0)
-    assert (there(plan.step).generate_s, there(plan.step).train_s, there(plan.step).completion_tokens) == (
-        50.0,
-        20.0,
-        300.0,
-    )
-    assert plan.hours == pytest.approx(1000 * 70 / 3600)
-    assert there(plan.lost).step_s == 20.0
-    assert [step_s for _, step_s, _ in there(plan.nodes).steps] == [120.0, 70.0]
-    assert there(plan.nodes).exact == pytest.approx((3.96 * 100 / (2.10 * 20)) ** 0.5)
-    # The adapter travels: what was measured of deltas is no word on it.
-    assert there(plan.sync).source == "estimated"
-    plain = plan_of(spec_of("math-two-gpus"), replace(log, timing=None, shape=None))
-    assert (there(plain.sync).share, there(plain.sync).source) == (0.02, "measured")
-    assert 0 < there(there(plain.step).generate_s) < 70
-
-
 def overlap_of(plan: Plan) -> str | None:
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(render(plan))
@@ -203,23 +177,15 @@ def overlap_of(plan: Plan) -> str | None:
 
 def test_plan_shows_the_gain_of_overlap() -> None:
     spec = spec_of("qwen-32b")
-    in_turns = Measured(steps=40, step_s=31.0, timing=StepTiming(31.0, 18.0, 12.0, 1.0, 19.0, 12.0, 0.0))
-    words = "with rollout.max_staleness: 1 a step would take about 19 s instead of 31 s"
-    assert overlap_of(plan_of(spec, in_turns)) == words
+    words = "with rollout.max_staleness: 1 a step would take about 1:14 min instead of 1:27 min"
+    assert overlap_of(plan_of(spec)) == words
     stale = replace(spec, rollout=replace(spec.rollout, max_staleness=2))
-    overlapped = Measured(steps=40, step_s=20.0, timing=StepTiming(20.0, 18.0, 12.0, 1.0, 7.0, 1.0, 2.0))
-    plan = plan_of(stale, overlapped)
-    assert (there(plan.step).train_s, there(plan.step).sequential_s, there(plan.step).overlapped_s) == (
-        12.0,
-        31.0,
-        19.0,
-    )
-    assert overlap_of(plan) == "with rollout.max_staleness: 2 a step takes 20 s instead of about 31 s"
+    words = "with rollout.max_staleness: 2 a step takes 1:14 min instead of about 1:27 min"
+    assert overlap_of(plan_of(stale)) == words
     estimated = there(plan_of(spec).step)
     assert estimated.sequential_s == pytest.approx(estimated.step_s)
-    assert estimated.overlapped_s == pytest.approx(
-        estimated.step_s - min(there(estimated.generate_s), there(estimated.train_s))
-    )
+    shorter_s = min(estimated.generate_s, estimated.train_s)
+    assert estimated.overlapped_s == pytest.approx(estimated.step_s - shorter_s)
     alone = replace(spec, rollout=replace(spec.rollout, replicas=Replicas(min=0, max=0)))
     assert overlap_of(plan_of(alone)) is None
 
