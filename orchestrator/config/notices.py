@@ -8,7 +8,6 @@ from typing import Any
 from grpo_orch.orchestrator.config.foreign_keys import grpo_value
 from grpo_orch.orchestrator.config.problems import Findings
 from grpo_orch.orchestrator.config.rules import note_idle_gpus, note_processes, note_secrets
-from grpo_orch.policies.control.rollback import changes_on_rollback
 from grpo_orch.policies.detect.divergence import TYPICAL_DELAY_POINTS
 from grpo_orch.policies.model.spec import (
     RolloutSpec,
@@ -17,7 +16,6 @@ from grpo_orch.policies.model.spec import (
     clouds_of,
     generates_itself,
     place_of,
-    processes_of,
 )
 from grpo_orch.policies.weights.adapters import adapter_obstacle
 
@@ -25,7 +23,6 @@ from grpo_orch.policies.weights.adapters import adapter_obstacle
 def find_notices(spec: RunSpec, config: Mapping[str, Any], findings: Findings) -> None:
     """Add notices about a valid spec. `config` is the model's config.json; empty: unknown."""
     _note_no_kl(spec, findings)
-    _note_unchanged_rollback(spec, findings)
     _note_detection_delay(spec, findings)
     _note_merged_adapter(spec, config, findings)
     note_idle_gpus(spec, findings)
@@ -41,18 +38,6 @@ def _note_no_kl(spec: RunSpec, findings: Findings) -> None:
         return
     detection = "divergence is detected by gradient norm, entropy and reward only"
     findings.notice(("grpo", "beta"), f"no KL is logged, so {detection}; set e.g. grpo.beta: 0.02")
-
-
-def _note_unchanged_rollback(spec: RunSpec, findings: Findings) -> None:
-    kl = spec.policies.kl
-    if (
-        kl.action != "rollback"
-        or kl.on_rollback.skip_prompts
-        or changes_on_rollback(spec.grpo, kl.on_rollback, processes_of(spec))
-    ):
-        return
-    message = "a rollback changes only the sampling seeds, so the run may diverge again"
-    findings.notice(("policies", "kl", "on_rollback"), f"{message}; set a factor, or skip_prompts: true")
 
 
 def _note_detection_delay(spec: RunSpec, findings: Findings) -> None:
