@@ -49,7 +49,7 @@ def test_machines_work_new_ones_join_and_all_are_returned(
         (secret,) = (tmp_path / "home").glob("*/token")
         brought = state / secret.relative_to(tmp_path / "home")
         refused = run.cli("resume", "-d", code=exit_codes.FAILED)
-        assert f"bring {brought}" in refused.stderr
+        assert f"copy {brought}" in refused.stderr
         shutil.copy(secret, brought)
         run.cli("resume", "-d")
         run.stepped()

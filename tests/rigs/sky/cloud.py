@@ -1,7 +1,7 @@
 """moto's EC2 with real machines behind its instances, and faults.
 
-Its RunInstances, TerminateInstances, StopInstances and StartInstances are replaced in the process that calls
-`install`; everything else of the account is moto's.
+Its RunInstances and TerminateInstances are replaced in the process that calls `install`; everything else of the
+account is moto's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tests.rigs.sky.machine import Hardware, Machine
 
 _FIRST_PUBLIC = 198 << 24 | 18 << 16 | 10
 _run, _terminate = instances.InstanceBackend.run_instances, instances.Instance.terminate
-_stop, _start = instances.Instance.stop, instances.Instance.start
 _delete_group = security_groups.SecurityGroupBackend.delete_security_group
 
 
@@ -110,17 +109,8 @@ def install(cloud: Cloud) -> None:
             cloud.scrap(instance.id)
         return _terminate(instance)
 
-    def stop(instance: Any) -> Any:
-        cloud.power_off(instance.id)
-        return _stop(instance)
-
-    def start(instance: Any) -> Any:
-        before = _start(instance)
-        cloud.power_on(instance)
-        return before
-
     _replace(instances.InstanceBackend, run_instances=run_instances)
-    _replace(instances.Instance, terminate=terminate, stop=stop, start=start)
+    _replace(instances.Instance, terminate=terminate)
     _replace(security_groups.SecurityGroupBackend, delete_security_group=_delete_unused_group)
     _give_out_addresses()
 

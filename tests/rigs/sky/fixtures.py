@@ -27,7 +27,7 @@ def sky_image() -> Path:
 
 @pytest.fixture(scope="module")
 def sky_rig(sky_image: Path) -> Iterator[SkyRig]:
-    """A rig for the tests of one file, without SkyPilot's API server: `start_api_server`."""
+    """A rig for the tests of one file."""
     from tests.rigs.sky.rig import SkyRig
 
     with SkyRig(sky_image) as rig:

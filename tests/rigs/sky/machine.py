@@ -38,7 +38,6 @@ class Machine:
     name: str
     hardware: Hardware
     _process: subprocess.Popen[bytes] | None = None
-    _scrapped: bool = False
     _lock: threading.RLock = field(default_factory=threading.RLock)  # commands come at any moment, in mid boot too
 
     @property
@@ -50,10 +49,9 @@ class Machine:
         return f"m{self.name[-12:]}"  # an interface's name has 15 characters at most
 
     def power_on(self, private: str, public: str, user_data: str) -> None:
-        """Boot, with the private and the public address. Returns before sshd answers. Nothing after `scrap`."""
+        """Boot, with the private and the public address. Returns before sshd answers."""
         with self._lock:
-            if not self._scrapped:
-                self._boot(private, public, user_data)
+            self._boot(private, public, user_data)
 
     def _boot(self, private: str, public: str, user_data: str) -> None:
         self._prepare_disk(private, user_data)
@@ -90,7 +88,6 @@ class Machine:
     def scrap(self) -> None:
         """Power off, for ever, and throw the disk away."""
         with self._lock:
-            self._scrapped = True
             self.power_off()
             shutil.rmtree(self._folder, ignore_errors=True)
 

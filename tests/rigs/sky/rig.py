@@ -36,15 +36,13 @@ _number = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What EC2 says of one instance; its addresses are None when it has none any more."""
+    """What EC2 says of one instance; its address is None when it has none any more."""
 
     id: str
     state: str
     market: Market
     zone: str
-    type: str
     private_ip: str | None
-    public_ip: str | None
     tags: dict[str, str]
 
     @property
@@ -56,17 +54,15 @@ class Instance:
 class SkyRig:
     """Use as `with SkyRig(image(BUILD)) as rig`: SkyPilot, and all that a test starts, runs inside.
 
-    The machines have 198.18.0.0/15 as their public addresses and reach servers of the test at `host_address`.
+    The machines have 198.18.0.0/15 as their public addresses.
     """
 
-    host_address = network.HOST_ADDRESS
     endpoint = account.ENDPOINT  # of AWS, S3 too, for both sides
 
-    def __init__(self, image_folder: Path, binds: Sequence[Path] = ()) -> None:
-        """`image_folder` as from `image.image`; machines see the folders `binds` at the same place, read-only."""
+    def __init__(self, image_folder: Path) -> None:
+        """`image_folder` as from `image.image`."""
         self._image = image_folder
-        prepared, self._links = _prepared_environments()
-        self._binds = [str(bind.absolute()) for bind in (*prepared, *binds)]
+        self._binds, self._links = _prepared_environments()
         self.name = f"grpo-rig-{os.getpid()}-{next(_number)}"
         self.folder = Path(tempfile.gettempdir()) / self.name
         self._before: dict[str, set[str]] = {}
@@ -74,15 +70,6 @@ class SkyRig:
         self._held: int | None = None
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def start(self) -> None:
         """Open the account. Removes what killed tests left. Raises RuntimeError; nothing is left then."""
         sweep()
         try:
@@ -90,6 +77,12 @@ class SkyRig:
         except BaseException:
             self.close()
             raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _start(self) -> None:
         self._held = image.hold(self._image)
@@ -102,7 +95,7 @@ class SkyRig:
         config = self.folder / "server.json"
         options = {"folder": str(machines), "image": str(self._image / "root")}
         options["home"] = str(self.folder / "outside")
-        config.write_text(json.dumps(options | {"binds": self._binds, "links": self._links}))
+        config.write_text(json.dumps(options | {"binds": [*map(str, self._binds)], "links": self._links}))
         log = self.folder / "server.log"
         with log.open("wb") as errors:
             command = [sys.executable, "-m", "tests.rigs.sky.server", str(config)]
@@ -122,11 +115,6 @@ class SkyRig:
         if self._held is not None:
             os.close(self._held)
             self._held = None
-
-    @property
-    def prepared(self) -> bool:
-        """Whether the machines have the nodes' environment, as `/opt/grpo-orch/env`."""
-        return _NODES in self._links
 
     @property
     def environment(self) -> dict[str, str]:
@@ -163,12 +151,6 @@ class SkyRig:
 
     def _defaults(self) -> dict[str, Any]:
         return {"env": self.environment, "stdin": subprocess.DEVNULL}
-
-    def start_api_server(self) -> None:
-        """Start SkyPilot's API server; the first call of its SDK would do the same. Takes some ten seconds."""
-        done = self.run(["sky", "api", "start"], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"sky api start:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
     def api_server_pids(self) -> list[int]:
         """SkyPilot's API server, its executors and all that they started."""
