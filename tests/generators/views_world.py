@@ -200,3 +200,15 @@ def diverging() -> World:
         world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100 if step < 7 else 3.0)
     world.happens(39, DivergenceSuspected(0, 9, 7, EVIDENCE[:1]))
     return world
+
+
+def training(folder: Path) -> World:
+    """Ten steps of 2 s, of 100 tokens each; a daemon, and a checkpoint of step 5."""
+    world = World()
+    world.starts()
+    for step in range(1, 11):
+        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
+    world.beats(41, 10)
+    world.is_steered(40)
+    world.saves(35, 5, folder)
+    return world

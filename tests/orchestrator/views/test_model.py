@@ -33,7 +33,17 @@ from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Market, NodePhase, Refusal, Role, RollbackStage, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.joining import BASE_MODEL, CHECKPOINT, POLICY, JoiningNode, Stage
-from tests.generators.views_world import EVIDENCE, FIRST_FORK, T0, World, diverging, look, next_view, run_view
+from tests.generators.views_world import (
+    EVIDENCE,
+    FIRST_FORK,
+    T0,
+    World,
+    diverging,
+    look,
+    next_view,
+    run_view,
+    training,
+)
 
 
 def member(node: str, policy: str | None) -> MemberStatus:
@@ -50,13 +60,7 @@ def test_a_run_that_has_only_been_created_can_be_seen() -> None:
 
 
 def test_a_training_run_is_seen_whole(tmp_path: Path) -> None:
-    world = World()
-    world.starts()
-    for step in range(1, 11):
-        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
-    world.beats(41, 10)
-    world.is_steered(40)
-    world.saves(35, 5, tmp_path)
+    world = training(tmp_path)
     members = [member("rollout-0-i1", "0-10"), member("rollout-1-i1", None)]
     view = look(world, 42, GatewayStatus("boot", "0-10", members, requests_waiting=3))
 

@@ -25,18 +25,12 @@ from grpo_orch.policies.detect.divergence import Health
 from grpo_orch.policies.model.vocabulary import Cause, NodePhase, RollbackStage, RunPhase
 from grpo_orch.policies.serving.gateway_status import GatewayStatus, MemberStatus
 from grpo_orch.policies.serving.joining import BASE_MODEL, ENGINE, Stage
-from tests.generators.views_world import T0, World, run_view
+from tests.generators.views_world import T0, run_view, training
 
 
 @pytest.fixture
 def view(tmp_path: Path) -> RunView:
-    world = World()
-    world.starts()
-    for step in range(1, 11):
-        world.logs(20 + 2 * step, step, reward=step / 10, kl=step / 100, orch__tokens=100.0)
-    world.beats(41, 10)
-    world.is_steered(40)
-    world.saves(35, 5, tmp_path)
+    world = training(tmp_path)
     world.moves(41, "rollout-1-i1", NodePhase.GONE, "preempted")
     world.asks_for(41, "rollout-1-i2")
     member = MemberStatus("rollout-0-i1", "boot", "127.0.0.1:1", "0-10", True, False, 0, 0.1)
