@@ -17,9 +17,9 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
-from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
+from benchmarks.rig.browser import chromium
 from benchmarks.rig.long_run import LongRun
 
 STEPS, NODES, TIMES = 10_000, 1000, 7
@@ -35,17 +35,9 @@ SERIES = "return fetch('/series?' + new URLSearchParams(arguments[0])).then(answ
 console = Console(width=120)
 
 
-def chromium() -> webdriver.Chrome:
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1000"):
-        options.add_argument(argument)
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
-
-
 def measure(url: str) -> tuple[list[float], list[float], dict[str, float]]:
     """Seconds until the run page is drawn, each time anew; until a part of it is fetched; of the other pages."""
-    browser = chromium()
-    try:
+    with chromium("--window-size=1280,1000") as browser:
         browser.get("about:blank")
         drawn, closer, others = [], [], {}
         for _ in range(TIMES):
@@ -61,8 +53,6 @@ def measure(url: str) -> tuple[list[float], list[float], dict[str, float]]:
             browser.get(url + page)
             others[page] = time.perf_counter() - began_s
         return drawn, closer, others
-    finally:
-        browser.quit()
 
 
 def main() -> None:

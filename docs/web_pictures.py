@@ -18,9 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
-from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver import Chrome
 from selenium.webdriver.support.ui import WebDriverWait
 
+from benchmarks.rig.browser import chromium
 from benchmarks.rig.long_run import LongRun
 
 IMAGES = Path(__file__).resolve().parent / "images"
@@ -55,18 +56,6 @@ def going_on(run: LongRun) -> Iterator[None]:
         thread.join()
 
 
-@contextmanager
-def chromium() -> Iterator[Chrome]:
-    options = ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    browser = Chrome(options=options, service=ChromeService("/usr/bin/chromedriver"))
-    try:
-        yield browser
-    finally:
-        browser.quit()
-
-
 def take(browser: Chrome, url: str, mode: str, height: int) -> Image.Image:
     """Return the top of a page, once it is drawn."""
     scheme = {"features": [{"name": "prefers-color-scheme", "value": mode}]}
@@ -87,7 +76,7 @@ def main() -> None:
             assert server.stdout is not None
             try:
                 url = json.loads(server.stdout.readline())["url"]
-                with going_on(run), chromium() as browser:
+                with going_on(run), chromium("--hide-scrollbars") as browser:
                     for picture, (page, mode, height) in PICTURES.items():
                         # A palette makes it a third as large; this method keeps colours that are rare.
                         image = take(browser, url + page, mode, height)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -90,26 +89,12 @@ def served(url: str) -> Iterator[str]:
         assert process.stdout.read() == ""  # nor does it complain of pages that were left
 
 
-@contextmanager
-def chromium() -> Iterator[Chrome]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: run `make env`")
-    driver = shutil.which("chromedriver")
-    if driver is None:
-        pytest.skip("chromium-driver is not installed: run `make test-packages`")
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=620,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        yield browser
-    finally:
-        browser.quit()
-
-
 def test_in_a_browser(tmp_path: Path) -> None:
+    browsers = pytest.importorskip("benchmarks.rig.browser", reason="selenium is not installed: run `make env`")
+    if not Path(browsers.DRIVER).exists():
+        pytest.skip("chromium-driver is not installed: run `make test-packages`")
     run = LongRun(f"file://{tmp_path}/run", STEPS, 6, time.time(), STEP_S)
-    with served(run.store.url) as url, chromium() as browser:
+    with served(run.store.url) as url, browsers.chromium("--window-size=620,900") as browser:
         from selenium.webdriver import ActionChains
 
         for page in PAGES:
