@@ -42,6 +42,7 @@ from grpo_orch.policies.model.spec import (
     Prices,
     Rehearsal,
     RehearsedPrices,
+    RolloutSpec,
     RunSpec,
     TrainerSpec,
 )
@@ -75,6 +76,7 @@ class World:
         self,
         rehearse: Rehearsal | None = REHEARSAL,
         kl_limit: float | None = 0.5,
+        rollout: RolloutSpec | None = None,
     ) -> None:
         self.store = Store(f"memory://views-{next(_names)}")
         spec = RunSpec(
@@ -82,6 +84,7 @@ class World:
             storage=self.store.url,
             trainer=TrainerSpec(model="m", dataset=Dataset(path="d"), reward_funcs=("rewards.digits",)),
             grpo={"learning_rate": 0.001, "beta": 0.02},
+            rollout=rollout or RolloutSpec(),
             policies=PoliciesSpec(kl=KlPolicy(limit=kl_limit)),
             rehearse=rehearse,
         )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from grpo_orch.checkpoint.records import documents
 from grpo_orch.checkpoint.records.metrics import StepTiming
 from grpo_orch.orchestrator.views.report import render
 from grpo_orch.orchestrator.views.screen import Screen
 from grpo_orch.orchestrator.views.view_model import to_json
-from grpo_orch.policies.model.spec import Replicas
+from grpo_orch.policies.model.spec import Replicas, RolloutSpec
 from grpo_orch.policies.model.timelines import Fork
 from grpo_orch.policies.model.vocabulary import Cause
 from tests.generators.views_world import T0, World, look, report_of
@@ -35,14 +33,9 @@ SENTENCES = {
 }
 
 
-def world_at(staleness: int, monkeypatch: pytest.MonkeyPatch, replicas: int = 2) -> World:
-    world = World()
-    record = documents.read_run(world.store)
-    rollout = replace(
-        record.spec.rollout, max_staleness=staleness, replicas=Replicas(min=min(1, replicas), max=replicas)
-    )
-    known = replace(record, spec=replace(record.spec, rollout=rollout))
-    monkeypatch.setattr(documents, "read_run", lambda _: known)
+def world_at(staleness: int, replicas: int = 2) -> World:
+    nodes = Replicas(min=min(1, replicas), max=replicas)
+    world = World(rollout=RolloutSpec(max_staleness=staleness, replicas=nodes))
     world.starts()
     took_s, values = LOGGED[staleness]
     logged: dict[str, Any] = {f"orch__{name}": value for name, value in values.items()}
@@ -59,8 +52,8 @@ def text_of(drawable: Any, width: int = 100) -> str:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_status_shows_work_idle_seconds_and_staleness(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = look(world_at(staleness, monkeypatch), 150)
+def test_status_shows_work_idle_seconds_and_staleness(staleness: int) -> None:
+    view = look(world_at(staleness), 150)
     assert view.step_timing == TIMINGS[staleness]
     assert to_json(view)["step_timing"]["fleet_idle_s"] == TIMINGS[staleness].fleet_idle_s
     words = {
@@ -71,23 +64,23 @@ def test_status_shows_work_idle_seconds_and_staleness(staleness: int, monkeypatc
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_report_shows_the_gain_of_overlap(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = report_of(world_at(staleness, monkeypatch).store, T0 + 150)
+def test_report_shows_the_gain_of_overlap(staleness: int) -> None:
+    report = report_of(world_at(staleness).store, T0 + 150)
     assert (report.step_timing, report.overlap) == (TIMINGS[staleness], SENTENCES[staleness])
     drawn = text_of(render(report))
     assert f"overlap {SENTENCES[staleness]}" in drawn
     assert f"staleness {staleness}" in drawn
 
 
-def test_run_without_nodes_gets_no_overlap_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = report_of(world_at(0, monkeypatch, replicas=0).store, T0 + 150)
+def test_run_without_nodes_gets_no_overlap_advice() -> None:
+    report = report_of(world_at(0, replicas=0).store, T0 + 150)
     assert report.overlap is None
     assert "overlap" not in text_of(render(report))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_run_page_has_a_series_of_each(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    present = ask(world_at(staleness, monkeypatch), "/series")[0]["present"]
+def test_run_page_has_a_series_of_each(staleness: int) -> None:
+    present = ask(world_at(staleness), "/series")[0]["present"]
     timing, known = TIMINGS[staleness], STEPS - 2  # neither of the first, nor of the newest, which is not over
     assert present["generate_s"] == [None, *[timing.generate_s] * known, None]
     assert present["trainer_idle_s"] == [None, *[timing.trainer_idle_s] * known, None]
@@ -95,8 +88,8 @@ def test_run_page_has_a_series_of_each(staleness: int, monkeypatch: pytest.Monke
     assert present["staleness"] == [None, *[float(staleness)] * known, None]
 
 
-def test_rollback_counts_windows_that_were_generated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_at(1, monkeypatch)
+def test_rollback_counts_windows_that_were_generated_ahead() -> None:
+    world = world_at(1)
     world.rolls_back(200, Fork(1, "0-4", reason="asked for"), STEPS, Cause.USER)
     world.logs(230, 5, 1, orch__tokens=90.0, orch__unused_windows=2.0, orch__unused_tokens=150.0)
     report = report_of(world.store, T0 + 231)
