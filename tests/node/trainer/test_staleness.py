@@ -36,14 +36,9 @@ class Case:
 
 # Each step has two windows of one prompt.
 IN_PARTS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+EVALUATION = {"eval_steps": 3, "per_device_eval_batch_size": 8}
 CASES = {
-    "one": Case(
-        1,
-        {step: max(0, step - 1) for step in range(STEPS)},
-        {"eval_steps": 3, "per_device_eval_batch_size": 8},
-        evaluates=True,
-    ),
-    "two": Case(2, {step: max(0, step - 2) for step in range(STEPS)}, peft=LORA),
+    "two": Case(2, {step: max(0, step - 2) for step in range(STEPS)}, EVALUATION, peft=LORA, evaluates=True),
     # Windows of four steps: checkpoints and evaluations are in the middle of one.
     "long": Case(
         1,
@@ -51,13 +46,8 @@ CASES = {
         {"steps_per_generation": 2, "num_iterations": 2, "save_steps": 3},
     ),
     "parts": Case(
-        0,
-        {step: step for step in range(STEPS)},
-        {**IN_PARTS, "eval_steps": 3, "per_device_eval_batch_size": 8},
-        evaluates=True,
-        windows=2,
+        1, {step: max(0, step - 1) for step in range(STEPS)}, IN_PARTS | EVALUATION, evaluates=True, windows=2
     ),
-    "parts ahead": Case(1, {step: max(0, step - 1) for step in range(STEPS)}, IN_PARTS, windows=2),
 }
 
 
