@@ -17,6 +17,7 @@ async def test_members_are_counted_by_state_and_policy(world: World) -> None:
     await world.node("a"), await world.node("b")
     await world.node("old", policy="0-3")
     leaving = await world.node("leaving")
+    world.members.places.link(leaving.row)
     leaving.row.running = 1  # so it stays
     world.members.drain("leaving")
     found = await world.numbers()
