@@ -88,8 +88,9 @@ class Demand:
                     break
                 kept.append(machine)
                 unassigned -= sum(map(_capacity, machines[machine]))
-            # Drop small machines that came first and are not needed in addition to a large one.
-            for machine in sorted(kept, key=lambda name: sum(row.running for row in machines[name])):
+            # Drop small machines that are not needed in addition to a large one. The least preferred goes first, so
+            # that the next call, which orders those that remain in another way, drops none of them.
+            for machine in reversed(kept.copy()):
                 if unassigned + sum(map(_capacity, machines[machine])) <= 0:
                     kept.remove(machine)
                     unassigned += sum(map(_capacity, machines[machine]))

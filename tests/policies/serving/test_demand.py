@@ -97,6 +97,16 @@ requests = st.dictionaries(st.sampled_from(["0-2", OLD, NEW, "1-0"]), st.integer
     [row("a", NEW, 0, 1, NEW), row("b.0", None, 0, 1), row("b.1", NEW, 1, 1), row("c", None, 0, 1)],
     {NEW: 2, "1-0": 1},
 )
+@example(
+    [
+        row("a", None, 0, 1),
+        row("b.0", None, 0, 11),
+        row("b.1", None, 0, 14),
+        row("c", "0-2", 0, 1),
+        row("d.0", None, 0, 1, "0-2"),
+    ],
+    {"0-2": 27, OLD: 1},
+)
 def test_every_machine_holds_a_requested_policy_and_keeps_it(
     members: list[Member], opened: dict[str, int]
 ) -> None:
