@@ -48,7 +48,7 @@ from grpo_orch.policies.model.phases import NODE_EDGES, ROLLBACK_EDGES, RUN_EDGE
 from grpo_orch.policies.model.spec import Rehearsed, RunSpec
 from grpo_orch.policies.model.state import RunState
 from grpo_orch.policies.serving import wire
-from grpo_orch.policies.serving.gateway_status import VersionSpread
+from grpo_orch.policies.serving.membership import Member
 from grpo_orch.policies.tick.snapshot import Snapshot, Trainer
 from grpo_orch.tasks.rollout.vllm.guard import Guard
 
@@ -275,13 +275,11 @@ def _daemon_registry() -> CollectorRegistry:
 
 
 def _gateway_registry() -> CollectorRegistry:
-    return Metrics(_ReadyMembers("secret"), Ledger()).registry
-
-
-class _ReadyMembers(Members):
-    @property
-    def versions(self) -> list[VersionSpread]:
-        return [VersionSpread("0-1", members=1, ready=1)]
+    """Return the metrics of a gateway with a policy that a member holds."""
+    members = Members("secret")
+    members.version_spreads.want("0-1", [Member(1, "a", "boot", "host:1", None, 1, 0.0)], 0.0)
+    members.version_spreads.record("a", wire.Announce("boot", "host:1", "0-1"), 0.0)
+    return Metrics(members, Ledger()).registry
 
 
 def _metrics(registry: CollectorRegistry) -> str:

@@ -88,7 +88,7 @@ class Demand:
                     break
                 kept.append(machine)
                 unassigned -= sum(map(_capacity, machines[machine]))
-            # Drop small machines that are not needed in addition to a large one. The least preferred goes first, so
+            # Drop small machines that are not needed in addition to a large one. The last goes first, so
             # that the next call, which orders those that remain in another way, drops none of them.
             for machine in reversed(kept.copy()):
                 if unassigned + sum(map(_capacity, machines[machine])) <= 0:
