@@ -1,4 +1,4 @@
-"""Make the README's picture from the demo's run: `.venv/bin/python examples/tiny/pictures.py`, after `make demo`.
+"""Make the README's pictures from the demo's run: `.venv/bin/python examples/tiny/pictures.py`, after `make demo`.
 
 The live view is drawn as `grpo-orch status` draws it: of a run that goes on, as it is now; of one that is over, as
 of the moment at which it ended.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -27,7 +28,6 @@ WIDTH, HEIGHT = 100, 24
 def draw_live_view(store: Store, out: Path) -> None:
     """Write the view of the run in `store` as an SVG that loads no font from elsewhere."""
     reader = Reader(store)
-    reader.refresh()
     view = view_of(reader, time.time(), GatewayWatch(store, trust_first=True).observe())
     if view.over and reader.last is not None:
         view = view_of(reader, reader.last.time_s, None)
@@ -40,6 +40,8 @@ def draw_live_view(store: Store, out: Path) -> None:
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     draw_live_view(Store((DEMO / "build" / "store").as_uri()), IMAGES / "live-view.svg")
+    if (DEMO / "plot.png").exists():  # it is drawn when the run is over
+        shutil.copyfile(DEMO / "plot.png", IMAGES / "plot.png")
 
 
 if __name__ == "__main__":
