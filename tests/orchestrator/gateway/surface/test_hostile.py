@@ -282,7 +282,8 @@ def test_unknown_paths_methods_and_names_are_one_line() -> None:
         check_serves(world)
 
 
-BATCH: dict[str, Any] = json.loads(msgspec.json.encode(make_batch("0-0", requests=3)))
+# Of another length than that of `check_serves`, which would take over a request that the node has refused.
+BATCH: dict[str, Any] = json.loads(msgspec.json.encode(make_batch("0-0", requests=3, max_tokens=8)))
 VALID: dict[str, dict[str, Any]] = {
     ROLLOUTS: BATCH,
     CHAT: {
