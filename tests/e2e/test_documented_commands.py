@@ -83,7 +83,7 @@ ELSEWHERE = {
     "grpo-orch eval": ("e2e/test_evaluation.py", 'command = ("eval", '),
     "grpo-orch simulate": (
         "orchestrator/cli/test_simulate.py",
-        'grpo_orch("simulate", str(run_yaml), "--seeds", "1")',
+        'grpo_orch("simulate", str(run_yaml), *words)',
     ),
 }
 # Run without dependencies, which only an index has.
